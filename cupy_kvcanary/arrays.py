@@ -1,0 +1,272 @@
+"""One view of any producer's array, zero-copy, and the caller's stream. No array library is imported but NumPy."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .catalogue import error
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where an array's memory is: `cpu`, or `cuda` with its index."""
+
+    type: str
+    index: int
+
+    def __str__(self) -> str:
+        return "cpu" if self.type == "cpu" else f"{self.type}:{self.index}"
+
+
+CPU = Device("cpu", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayView:
+    """Memory of someone else's array, kept alive by the view."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Bytes from one element to the next, per dimension."""
+    dtype: str
+    """Plain name, such as `int64`."""
+    itemsize: int
+    device: Device
+    read_only: bool
+    owner: Any
+    """The array itself."""
+    capsule: Any = None
+    """Its DLPack capsule, where the memory was found through one."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one after another in C order (strides of extents below 2 do not matter)."""
+        if 0 in self.shape:
+            return True
+        expected = self.itemsize
+        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if extent != 1 and stride != expected:
+                return False
+            expected *= extent
+        return True
+
+    @property
+    def row_stride(self) -> int:
+        """Elements from one row of a 2-D array to the next; the row's length where it has no second row."""
+        rows, columns = self.shape
+        return columns if rows <= 1 or columns == 0 else self.strides[0] // self.itemsize
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First address and the one after the last that the elements occupy."""
+        if 0 in self.shape:
+            return self.pointer, self.pointer
+        reach = [(extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True)]
+        first = self.pointer + sum(step for step in reach if step < 0)
+        return first, self.pointer + sum(step for step in reach if step > 0) + self.itemsize
+
+    def overlaps(self, other: ArrayView) -> bool:
+        """Whether both occupy a common address (interleaved views count as overlapping)."""
+        if self.device != other.device:
+            return False
+        (first, end), (other_first, other_end) = self.span, other.span
+        return first < other_end and other_first < end and first < end and other_first < other_end
+
+    def as_numpy(self) -> np.ndarray[Any, Any]:
+        """The same memory as a NumPy array; only for arrays on the CPU."""
+        if isinstance(self.owner, np.ndarray):
+            return self.owner
+        return np.asarray(_NumpyInterface(self))
+
+
+class _NumpyInterface:
+    """Lets NumPy see the memory of a view, and keeps the view's owner alive."""
+
+    def __init__(self, view: ArrayView) -> None:
+        self._view = view
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (view.pointer, view.read_only),
+            "shape": view.shape,
+            "strides": view.strides,
+            "typestr": np.dtype(view.dtype).str,
+        }
+
+
+def view_array(name: str, array: Any) -> ArrayView:
+    """See the memory of `array` (NumPy, anything with `__dlpack__`, or `__cuda_array_interface__`) without copying it.
+
+    No stream is synchronised: kernels are launched on the stream of the array's own library.
+    """
+    if isinstance(array, np.ndarray):
+        return _view_numpy(array)
+    if getattr(array, "requires_grad", False) is True:
+        raise error("kv-canary-must-not-require-grad", name=name, got=array)
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        return _view_dlpack(name, array)
+    if hasattr(array, "__cuda_array_interface__"):
+        return _view_cuda_array_interface(array)
+    if hasattr(array, "__array_interface__"):
+        return _view_numpy(np.asarray(array))
+    raise error("kv-canary-must-be-an-array", name=name, got=type(array).__name__)
+
+
+def _view_numpy(array: np.ndarray[Any, Any]) -> ArrayView:
+    return ArrayView(
+        array.ctypes.data,
+        array.shape,
+        array.strides,
+        array.dtype.name,
+        array.itemsize,
+        CPU,
+        not array.flags.writeable,
+        array,
+    )
+
+
+def _view_cuda_array_interface(array: Any) -> ArrayView:
+    interface = array.__cuda_array_interface__
+    dtype = np.dtype(interface["typestr"])
+    shape = tuple(interface["shape"])
+    pointer, read_only = interface["data"]
+    strides = interface.get("strides") or _dense_strides(shape, dtype.itemsize)
+    # The interface does not say which device it is; every known producer without DLPack says it as an attribute.
+    device = getattr(array, "device", None)
+    index = getattr(device, "id", getattr(getattr(device, "context", None), "device_id", 0))
+    return ArrayView(
+        pointer or 0, shape, tuple(strides), dtype.name, dtype.itemsize, Device("cuda", index), read_only, array
+    )
+
+
+def _dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides = []
+    for extent in reversed(shape):
+        strides.append(itemsize)
+        itemsize *= extent
+    return tuple(reversed(strides))
+
+
+# -- DLPack: the C structures of dlpack.h 1.x, read in place ------------------------------------------------------
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype_code", ctypes.c_uint8),
+        ("dtype_bits", ctypes.c_uint8),
+        ("dtype_lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLManagedTensorVersioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    )
+
+
+_DL_READ_ONLY = 1
+_DL_VERSION = (1, 0)
+# Pinned host memory is host memory; managed memory is used from the device.
+_DL_DEVICE_TYPES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
+_DL_TYPE_NAMES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_capsule_is_valid.restype = ctypes.c_int
+_capsule_is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+def _view_dlpack(name: str, array: Any) -> ArrayView:
+    dl_type, dl_index = array.__dlpack_device__()
+    device_type = _DL_DEVICE_TYPES.get(int(dl_type))
+    if device_type is None:
+        raise error("kv-canary-must-be-on-a-known-device", name=name, got=f"DLPack device type {int(dl_type)}")
+    # -1: no synchronisation (the launch goes on the producer's own stream); a CPU array knows no streams.
+    stream = -1 if device_type == "cuda" else None
+    try:
+        capsule = array.__dlpack__(stream=stream, max_version=_DL_VERSION)
+    except TypeError:  # a producer of before DLPack 1.0
+        capsule = array.__dlpack__(stream=stream)
+    # The capsule is read but not consumed: it frees the producer's handle itself when the view dies.
+    if _capsule_is_valid(capsule, b"dltensor_versioned"):
+        managed = _DLManagedTensorVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
+        tensor, read_only = managed.tensor, bool(managed.flags & _DL_READ_ONLY)
+    else:
+        tensor, read_only = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor")), False
+    bits = tensor.dtype_bits * tensor.dtype_lanes
+    kind = _DL_TYPE_NAMES.get(tensor.dtype_code, f"dlpack{tensor.dtype_code}_")
+    itemsize = (bits + 7) // 8
+    shape = tuple(tensor.shape[: tensor.ndim])
+    strides = (
+        tuple(stride * itemsize for stride in tensor.strides[: tensor.ndim])
+        if tensor.strides
+        else _dense_strides(shape, itemsize)
+    )
+    return ArrayView(
+        (tensor.data or 0) + tensor.byte_offset,
+        shape,
+        strides,
+        kind if kind == "bool" else f"{kind}{bits}",
+        itemsize,
+        CPU if device_type == "cpu" else Device(device_type, dl_index),
+        read_only or _is_instance(array, "jax", "Array"),
+        array,
+        capsule,
+    )
+
+
+def _is_instance(array: Any, library: str, cls: str) -> bool:
+    """Whether `array` is of a class of a library, without importing the library."""
+    module = sys.modules.get(library)
+    return module is not None and isinstance(array, getattr(module, cls))
+
+
+# -- streams ------------------------------------------------------------------------------------------------------
+
+
+def stream_handle(stream: Any) -> int:
+    """The CUDA handle of an int, or of a CuPy, torch or `__cuda_stream__` stream."""
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    for attribute in ("cuda_stream", "ptr"):
+        handle = getattr(stream, attribute, None)
+        if isinstance(handle, int):
+            return handle
+    raise error("kv-canary-stream-must-be-a-stream", name="stream", got=type(stream).__name__)
+
+
+def callers_stream(views: list[ArrayView]) -> int | None:
+    """Torch's current stream on the arrays' device if one of them is torch's; None means CuPy's current stream."""
+    if not any(_is_instance(view.owner, "torch", "Tensor") for view in views):
+        return None
+    current_stream = sys.modules["torch"].cuda.current_stream(views[0].device.index)
+    return int(current_stream.cuda_stream)

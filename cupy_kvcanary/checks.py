@@ -1,0 +1,114 @@
+"""Checks of arguments, by argument name: pure, no backend. Each raises the catalogue's error, or returns."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .catalogue import error
+from .constants import INT32_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from .arrays import ArrayView
+
+INT64 = ("int64",)
+INT32 = ("int32",)
+INT32_OR_INT64 = ("int32", "int64")
+
+
+def check_int(name: str, value: Any) -> int:
+    """`value` as a Python int; bools, floats and arrays are refused."""
+    if isinstance(value, (bool, np.bool_)):
+        raise error("kv-canary-must-be-an-int", name=name, got=repr(value))
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise error("kv-canary-must-be-an-int", name=name, got=repr(value)) from None
+
+
+def check_non_negative(name: str, value: int) -> None:
+    """0 or more."""
+    if value < 0:
+        raise error("kv-canary-must-be-non-negative", name=name, got=value)
+
+
+def check_positive(name: str, value: int) -> None:
+    """1 or more."""
+    if value <= 0:
+        raise error("kv-canary-must-be-positive", name=name, got=value)
+
+
+def check_fits_int32(name: str, value: int) -> None:
+    """At most the largest value of the int32 output that reports it."""
+    if value > INT32_MAX:
+        raise error("kv-canary-must-be-at-most", name=name, most=INT32_MAX, got=value)
+
+
+def check_contiguous(name: str, view: ArrayView) -> None:
+    """Elements one after another in C order."""
+    if not view.is_contiguous:
+        raise error("kv-canary-must-be-contiguous", name=name)
+
+
+def check_contiguous_rows(name: str, view: ArrayView) -> None:
+    """Elements of each row of a 2-D array one after another; rows any distance apart."""
+    if view.shape[1] > 1 and view.strides[1] != view.itemsize:
+        raise error("kv-canary-must-have-contiguous-rows", name=name, got=view.strides)
+
+
+def check_dtype(name: str, view: ArrayView, dtypes: tuple[str, ...]) -> None:
+    """One of the plain dtype names."""
+    if view.dtype not in dtypes:
+        raise error("kv-canary-must-have-dtype", name=name, expected=" or ".join(dtypes), got=view.dtype)
+
+
+def check_rank(name: str, view: ArrayView, rank: int) -> None:
+    """Number of dimensions."""
+    if len(view.shape) != rank:
+        raise error("kv-canary-must-be-n-d", name=name, rank=rank, got=view.shape)
+
+
+def check_length(name: str, length: int, expected: int) -> None:
+    """Exactly this many elements."""
+    if length != expected:
+        raise error("kv-canary-length-must-be", name=name, expected=expected, got=length)
+
+
+def check_length_at_least(name: str, length: int, least: int) -> None:
+    """At least this many elements."""
+    if length < least:
+        raise error("kv-canary-length-must-be-at-least", name=name, least=least, got=length)
+
+
+def check_one_device(views: Mapping[str, ArrayView]) -> None:
+    """All on the first array's device."""
+    reference, first = next(iter(views.items()))
+    for name, view in views.items():
+        if view.device != first.device:
+            raise error(
+                "kv-canary-must-be-on-one-device",
+                name=name,
+                reference=reference,
+                expected=first.device,
+                got=view.device,
+            )
+
+
+def check_writable(name: str, view: ArrayView) -> None:
+    """An output may be written."""
+    if view.read_only:
+        raise error("kv-canary-must-be-writable", name=name)
+
+
+def check_no_overlap(views: Mapping[str, ArrayView], outputs: Iterable[str]) -> None:
+    """No output shares memory with any other argument."""
+    seen: list[str] = []
+    for name in outputs:
+        for other in views:
+            if other != name and other not in seen and views[name].overlaps(views[other]):
+                raise error("kv-canary-must-not-overlap", name=name, other=other)
+        seen.append(name)

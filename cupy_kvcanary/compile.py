@@ -1,0 +1,42 @@
+"""Compiles the joined sources through CuPy and keeps the kernel handles. CuPy is imported here, inside functions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .catalogue import error
+from .sources import joined_source
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_OPTIONS = ("-std=c++17",)
+
+# (stem, entry, device index) -> CuPy kernel, which owns the loaded module, and its driver handle. A dict, not a
+# functools cache: looked up on every launch.
+_kernels: dict[tuple[str, str, int], tuple[Any, int]] = {}
+
+
+def import_cupy() -> ModuleType:
+    """CuPy, or the error that says which extra installs it."""
+    try:
+        import cupy
+    except ImportError as reason:
+        raise error("kv-canary-cupy-must-be-installed", name="cupy", got=repr(reason)) from reason
+    return cupy  # type: ignore[no-any-return]
+
+
+def kernel_handle(stem: str, entry: str, device_index: int) -> int:
+    """The driver's handle of a kernel, compiled and loaded on first use. The device must be current."""
+    key = (stem, entry, device_index)
+    if key not in _kernels:
+        cupy = import_cupy()
+        try:
+            module = cupy.RawModule(code=joined_source(stem), options=_OPTIONS)
+            kernel = module.get_function(entry)
+            _kernels[key] = (kernel, kernel.kernel.ptr)
+        except (cupy.cuda.compiler.CompileException, cupy.cuda.driver.CUDADriverError, OSError) as reason:
+            raise error(
+                "kv-canary-kernel-must-compile", name=entry, got=f"{type(reason).__name__}: {reason}"
+            ) from reason
+    return _kernels[key][1]

@@ -1,0 +1,474 @@
+"""Plan offsets: where each request's verify and write entries start, and its chain seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import ArrayView, view_array
+from ..catalogue import error
+from ..checks import (
+    INT32,
+    INT32_OR_INT64,
+    INT64,
+    check_contiguous,
+    check_contiguous_rows,
+    check_dtype,
+    check_fits_int32,
+    check_int,
+    check_length,
+    check_length_at_least,
+    check_no_overlap,
+    check_non_negative,
+    check_one_device,
+    check_positive,
+    check_rank,
+    check_writable,
+)
+from ..constants import INT32_MAX, PLAN_BS_BLOCK_SIZE, StatusBit
+from ..launch import BACKENDS, Launch, Operation
+from ..reference.plan_offsets import plan_offsets as reference
+
+PLAN_OFFSETS_ARGS = np.dtype(
+    [
+        *(
+            field
+            for name in (
+                "req_pool_indices",
+                "prefix_lens",
+                "extend_seq_lens",
+                "req_to_token",
+                "full_to_swa_index_mapping",
+            )
+            for field in ((name, np.uint64), (f"{name}_is_int64", np.int64))
+        ),
+        ("out_verify_offsets_scratch", np.uint64),
+        ("out_write_offsets", np.uint64),
+        ("out_write_seed_slot_indices", np.uint64),
+        ("out_verify_num_valid", np.uint64),
+        ("out_verify_enable", np.uint64),
+        ("out_write_num_valid_reqs", np.uint64),
+        ("out_status", np.uint64),
+        ("bs", np.int64),
+        ("max_reqs", np.int64),
+        ("max_seq_len", np.int64),
+        ("req_to_token_stride0", np.int64),
+        ("lut_len", np.int64),
+        ("swa_window_size", np.int64),
+        ("verify_capacity", np.int64),
+        ("requests_per_tile", np.int64),
+    ],
+    align=True,
+)
+"""Twin of `PlanOffsetsArgs` in kernels/plan_offsets.cu."""
+
+# Measured (docs/performance.md): up to this many requests one launch, in which every block sums the requests before its
+# tile by itself, is faster than three launches.
+SINGLE_LAUNCH_MAX_BS = 16384
+_SINGLE_LAUNCH_TILE = 512
+_TILE = 1024
+
+
+class OffsetsTotals(NamedTuple):
+    """An offsets plan's sums, on the host."""
+
+    num_requests: int
+    verify_entries: int
+    """Entries to verify, before any cut by the capacity."""
+    write_entries: int
+    verify_enabled: bool
+    """False when the verify entries exceed the capacity: the step's verification is skipped."""
+    status: StatusBit
+    """What was wrong in the input values (0: nothing)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffsetsPlan:
+    """Result of `plan_offsets`: NumPy arrays for CPU inputs, CuPy arrays for CUDA inputs. All export `__dlpack__`."""
+
+    verify_offsets: Any
+    """int64[bs + 1]: exclusive prefix sum of the verify lengths, then their total."""
+    write_offsets: Any
+    """int64[write_req_capacity + 1]: exclusive prefix sum of the write lengths, their total, then zeros."""
+    write_seed_slot_indices: Any
+    """int64[write_req_capacity]: slot of the token before the first one written, -1 without one; then zeros."""
+    verify_num_valid: Any
+    """int32[1]: min(total of verify lengths, verify_capacity)."""
+    verify_enable: Any
+    """int32[1]: 0 when the total exceeds verify_capacity, else 1."""
+    write_num_valid_reqs: Any
+    """int32[1]: bs."""
+    status: Any
+    """int32[1]: `StatusBit`s."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the batch (bs); known without reading the device."""
+        return len(self.verify_offsets) - 1
+
+    def totals(self) -> OffsetsTotals:
+        """The sums on the host. Waits for the device where the arrays are CUDA arrays."""
+        bs = self.num_requests
+        return OffsetsTotals(
+            num_requests=bs,
+            verify_entries=int(self.verify_offsets[bs]),
+            write_entries=int(self.write_offsets[bs]),
+            verify_enabled=bool(self.verify_enable[0]),
+            status=StatusBit(int(self.status[0])),
+        )
+
+    def __repr__(self) -> str:
+        # Values are shown only where reading them waits for nothing.
+        on_host = isinstance(self.verify_offsets, np.ndarray)
+        shown = repr(self.totals()) if on_host else f"num_requests={self.num_requests}, on CUDA: see totals()"
+        return f"OffsetsPlan({shown.removeprefix('OffsetsTotals(').removesuffix(')')})"
+
+    def _repr_html_(self) -> str:
+        """Totals and the first requests as a table, for notebooks. Waits for the device."""
+        totals, shown = self.totals(), min(self.num_requests, 10)
+        verify, write, seeds = (
+            [int(value) for value in array[: shown + 1]]
+            for array in (self.verify_offsets, self.write_offsets, self.write_seed_slot_indices)
+        )
+        rows = "".join(
+            f"<tr><td>{r}</td><td>[{verify[r]}, {verify[r + 1]})</td><td>[{write[r]}, {write[r + 1]})</td>"
+            f"<td>{'-' if seeds[r] < 0 else seeds[r]}</td></tr>"
+            for r in range(shown)
+        )
+        more = f"<p>and {self.num_requests - shown} more requests</p>" if self.num_requests > shown else ""
+        state = "enabled" if totals.verify_enabled else "skipped: over capacity"
+        return (
+            f"<p><b>OffsetsPlan</b>: {totals.num_requests} requests, {totals.verify_entries} entries to verify "
+            f"({state}), {totals.write_entries} to write</p><table><tr><th>request</th><th>verify entries</th>"
+            f"<th>write entries</th><th>seed slot</th></tr>{rows}</table>{more}"
+        )
+
+
+def launch_plan_offsets_kernel(
+    *,
+    req_pool_indices: Any,
+    prefix_lens: Any,
+    extend_seq_lens: Any,
+    req_to_token: Any,
+    full_to_swa_index_mapping: Any | None,
+    out_verify_offsets_scratch: Any,
+    out_write_offsets: Any,
+    out_write_seed_slot_indices: Any,
+    out_verify_num_valid: Any,
+    out_verify_enable: Any,
+    out_write_num_valid_reqs: Any,
+    swa_window_size: int,
+    verify_capacity: int,
+    bs: int | None = None,
+    bs_block_size: int = PLAN_BS_BLOCK_SIZE,
+    out_status: Any | None = None,
+    stream: Any | None = None,
+) -> None:
+    """Plan where each request's verify and write entries start, in place (kernel `kvc_plan_offsets`).
+
+    For each request r of a batch, with row = req_pool_indices[r], p = min(prefix_lens[r], max_seq_len)::
+
+        verify_len = min(p, swa_window_size or p)    write_len = max(extend_seq_lens[r], 0)
+        seed = swa(req_to_token[row, p - 1]) if p > 0 and write_len > 0 else -1
+
+    with zero lengths and seed -1 where row is 0 (padding) or outside the table. swa(s) is s without a mapping or for
+    s < 0, else full_to_swa_index_mapping[min(s, lut_len - 1)]. Offsets are the exclusive prefix sums of the lengths.
+
+    Parameters
+    ----------
+    req_pool_indices, prefix_lens, extend_seq_lens : int64[bs], device, read; longer is allowed where `bs` is given.
+    req_to_token : int32[max_reqs, max_seq_len], device, read: slot of each request row and position.
+    full_to_swa_index_mapping : int64[lut_len] or None, device, read: sliding-window slot of each full slot.
+    out_verify_offsets_scratch : int64[>= bs_block_size + 1], device; [0..bs] written, the rest untouched.
+    out_write_offsets : int64[write_req_capacity + 1], device; [0..bs] written, the rest untouched.
+    out_write_seed_slot_indices : int64[write_req_capacity], device; [0..bs-1] written, the rest untouched.
+    out_verify_num_valid : int32[1], device, written: min(total of verify lengths, verify_capacity).
+    out_verify_enable : int32[1], device, written: 0 when that total exceeds verify_capacity, else 1.
+    out_write_num_valid_reqs : int32[1], device, written: bs.
+    swa_window_size : tokens that a sliding-window group still reads; 0 for full attention.
+    verify_capacity : entries that the verify plan can hold, at most 2^31 - 1.
+    bs : requests of the batch; None for the length of req_pool_indices.
+    bs_block_size : largest batch that is accepted. A batch of any size is planned exactly.
+    out_status : int32[1] or None, device; or-ed with `StatusBit`s.
+    stream : None (the arrays' library's current stream), an int handle, or a CuPy, torch or `__cuda_stream__` stream.
+
+    Raises
+    ------
+    KvCanaryError
+        Before anything is launched, with outputs untouched; slugs in docs/errors.md.
+
+    Notes
+    -----
+    All arrays are on one device; CPU arrays run on NumPy. Allocates nothing on the device and may be captured in a CUDA
+    graph once the kernel was compiled by an earlier call. Moves 48 bytes a request, plus 4 (12 with a mapping)
+    scattered ones where there is a seed. The formulas are those of sglang's kv-canary.
+
+    """
+    named = {
+        "req_pool_indices": req_pool_indices,
+        "prefix_lens": prefix_lens,
+        "extend_seq_lens": extend_seq_lens,
+        "req_to_token": req_to_token,
+        "full_to_swa_index_mapping": full_to_swa_index_mapping,
+        "out_verify_offsets_scratch": out_verify_offsets_scratch,
+        "out_write_offsets": out_write_offsets,
+        "out_write_seed_slot_indices": out_write_seed_slot_indices,
+        "out_verify_num_valid": out_verify_num_valid,
+        "out_verify_enable": out_verify_enable,
+        "out_write_num_valid_reqs": out_write_num_valid_reqs,
+        "out_status": out_status,
+    }
+    views = _view_arrays(named)
+    for name, view in views.items():
+        check_contiguous(name, view)
+    for name, view in views.items():
+        check_dtype(name, view, INT32 if name in _INT32_ARRAYS else INT64)
+    _check_and_run(
+        views,
+        bs=bs,
+        bs_block_size=bs_block_size,
+        swa_window_size=swa_window_size,
+        verify_capacity=verify_capacity,
+        stream=stream,
+    )
+
+
+def plan_offsets(
+    req_pool_indices: Any,
+    prefix_lens: Any,
+    extend_seq_lens: Any,
+    req_to_token: Any,
+    *,
+    swa_window_size: int = 0,
+    full_to_swa_index_mapping: Any | None = None,
+    verify_capacity: int | None = None,
+    write_req_capacity: int | None = None,
+    stream: Any | None = None,
+) -> OffsetsPlan:
+    """Plan offsets of a batch of any size into new arrays.
+
+    The rule and the words are those of `launch_plan_offsets_kernel`.
+
+    Parameters
+    ----------
+    req_pool_indices, prefix_lens, extend_seq_lens : int32 or int64 [bs], contiguous, or lists of ints.
+    req_to_token : int32 or int64 [max_reqs, max_seq_len]; rows are contiguous and any positive distance apart.
+    swa_window_size : tokens that a sliding-window group still reads; 0 for full attention.
+    full_to_swa_index_mapping : int32 or int64 [lut_len], contiguous, or None.
+    verify_capacity : entries that the verify plan can hold; None for the most that an int32 can count.
+    write_req_capacity : requests that the write outputs have room for; None for bs.
+    stream : as in the launcher.
+
+    Returns
+    -------
+    OffsetsPlan
+        NumPy arrays if the inputs are on the CPU, CuPy arrays on the inputs' device if they are on CUDA.
+
+    Raises
+    ------
+    KvCanaryError
+        Before anything is launched; slugs in docs/errors.md.
+
+    """
+    inputs = {
+        "req_pool_indices": req_pool_indices,
+        "prefix_lens": prefix_lens,
+        "extend_seq_lens": extend_seq_lens,
+        "req_to_token": req_to_token,
+        "full_to_swa_index_mapping": full_to_swa_index_mapping,
+    }
+    views = _view_arrays({name: _array_of_list(value) for name, value in inputs.items()})
+    for name, view in views.items():
+        if name == "req_to_token":
+            check_rank(name, view, 2)
+            check_contiguous_rows(name, view)
+        else:
+            check_contiguous(name, view)
+        check_dtype(name, view, INT32_OR_INT64)
+    bs = views["req_pool_indices"].size
+    capacity = bs if write_req_capacity is None else check_int("write_req_capacity", write_req_capacity)
+    check_non_negative("write_req_capacity", capacity)
+
+    # Two buffers, cut into the outputs: two allocations and two fills instead of seven.
+    like = views["req_pool_indices"]
+    backend = BACKENDS[like.device.type]
+    offsets = backend.allocate_zeros((bs + 1) + (capacity + 1) + capacity, "int64", like, stream)
+    scalars = backend.allocate_zeros(4, "int32", like, stream)
+    plan = OffsetsPlan(
+        verify_offsets=offsets[: bs + 1],
+        write_offsets=offsets[bs + 1 : bs + capacity + 2],
+        write_seed_slot_indices=offsets[bs + capacity + 2 :],
+        verify_num_valid=scalars[0:1],
+        verify_enable=scalars[1:2],
+        write_num_valid_reqs=scalars[2:3],
+        status=scalars[3:4],
+    )
+    views |= _view_arrays(
+        {
+            "out_verify_offsets_scratch": plan.verify_offsets,
+            "out_write_offsets": plan.write_offsets,
+            "out_write_seed_slot_indices": plan.write_seed_slot_indices,
+            "out_verify_num_valid": plan.verify_num_valid,
+            "out_verify_enable": plan.verify_enable,
+            "out_write_num_valid_reqs": plan.write_num_valid_reqs,
+            "out_status": plan.status,
+        }
+    )
+    _check_and_run(
+        views,
+        bs=None,
+        bs_block_size=bs,
+        swa_window_size=swa_window_size,
+        verify_capacity=INT32_MAX if verify_capacity is None else verify_capacity,
+        stream=stream,
+    )
+    backend.hand_over(like, stream)
+    return plan
+
+
+_INT32_ARRAYS = frozenset(
+    ("req_to_token", "out_verify_num_valid", "out_verify_enable", "out_write_num_valid_reqs", "out_status")
+)
+_ONE_ELEMENT_OUTPUTS = ("out_verify_num_valid", "out_verify_enable", "out_write_num_valid_reqs", "out_status")
+_OPTIONAL_ARRAYS = ("full_to_swa_index_mapping", "out_status")
+
+
+def _view_arrays(named: dict[str, Any]) -> dict[str, ArrayView]:
+    return {
+        name: view_array(name, array)
+        for name, array in named.items()
+        if not (array is None and name in _OPTIONAL_ARRAYS)
+    }
+
+
+def _array_of_list(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return value
+    # NumPy makes an empty list float64; a batch of no requests is a batch of ints all the same.
+    return np.asarray(value) if len(value) else np.empty(0, np.int64)
+
+
+def _check_and_run(
+    views: dict[str, ArrayView],
+    *,
+    bs: int | None,
+    bs_block_size: int,
+    swa_window_size: int,
+    verify_capacity: int,
+    stream: Any,
+) -> None:
+    """Check what does not depend on the dtypes accepted, in the order of the contract, then run."""
+    bs_is_given = bs is not None
+    bs = check_int("bs", bs) if bs_is_given else views["req_pool_indices"].size
+    bs_block_size = check_int("bs_block_size", bs_block_size)
+    swa_window_size = check_int("swa_window_size", swa_window_size)
+    verify_capacity = check_int("verify_capacity", verify_capacity)
+    write_offsets_len = views["out_write_offsets"].size
+    write_req_capacity = views["out_write_seed_slot_indices"].size
+    mapping = views.get("full_to_swa_index_mapping")
+
+    if not 0 <= bs <= bs_block_size:
+        raise error("kv-canary-offsets-kernel-bs-must-be-in-0-plan", name="bs", bs_block_size=bs_block_size, got=bs)
+    check_fits_int32("bs", bs)
+    check_positive("write_offsets_len", write_offsets_len)
+    check_non_negative("verify_capacity", verify_capacity)
+    check_fits_int32("verify_capacity", verify_capacity)
+    table = views["req_to_token"]
+    if len(table.shape) == 2:
+        check_positive("req_to_token_stride0", table.row_stride)
+    if mapping is not None and mapping.size == 0:
+        raise error("kv-canary-lut-len-must-be-positive", name="full_to_swa_index_mapping", got=0)
+    check_non_negative("swa_window_size", swa_window_size)
+    for name in ("req_pool_indices", "prefix_lens", "extend_seq_lens"):
+        if bs_is_given:
+            check_length_at_least(name, views[name].size, bs)
+        else:
+            check_length(name, views[name].size, bs)
+    check_length_at_least("out_verify_offsets_scratch", views["out_verify_offsets_scratch"].size, bs_block_size + 1)
+    for name in _ONE_ELEMENT_OUTPUTS:
+        if name in views:
+            check_length(name, views[name].size, 1)
+    for name, view in views.items():
+        check_rank(name, view, 2 if name == "req_to_token" else 1)
+    if write_offsets_len != write_req_capacity + 1:
+        raise error(
+            "kv-canary-write-offsets-len-must-equal-write-req-capacity-plus-1",
+            name="out_write_offsets",
+            got=write_offsets_len,
+            write_req_capacity=write_req_capacity,
+        )
+    if bs > write_req_capacity:
+        raise error("kv-canary-bs-exceeds-write-req-capacity", name="bs", got=bs, write_req_capacity=write_req_capacity)
+    check_one_device(views)
+    outputs = [name for name in views if name.startswith("out_")]
+    for name in outputs:
+        check_writable(name, views[name])
+    check_no_overlap(views, outputs)
+
+    arguments: dict[str, Any] = {name: views.get(name) for name in _OPTIONAL_ARRAYS}
+    arguments |= views
+    arguments |= {"swa_window_size": swa_window_size, "verify_capacity": verify_capacity, "bs": bs}
+    BACKENDS[views["req_pool_indices"].device.type].run(_OPERATION, arguments, stream)
+
+
+def _launches(
+    *,
+    req_pool_indices: ArrayView,
+    prefix_lens: ArrayView,
+    extend_seq_lens: ArrayView,
+    req_to_token: ArrayView,
+    full_to_swa_index_mapping: ArrayView | None,
+    out_verify_offsets_scratch: ArrayView,
+    out_write_offsets: ArrayView,
+    out_write_seed_slot_indices: ArrayView,
+    out_verify_num_valid: ArrayView,
+    out_verify_enable: ArrayView,
+    out_write_num_valid_reqs: ArrayView,
+    swa_window_size: int,
+    verify_capacity: int,
+    bs: int,
+    out_status: ArrayView | None,
+) -> list[Launch]:
+    max_reqs, max_seq_len = req_to_token.shape
+    mapping = full_to_swa_index_mapping
+    is_single = bs <= SINGLE_LAUNCH_MAX_BS
+    tile = min(_SINGLE_LAUNCH_TILE, -(-max(bs, 1) // 32) * 32) if is_single else _TILE
+    num_tiles = max(1, -(-bs // tile))
+    inputs = (req_pool_indices, prefix_lens, extend_seq_lens, req_to_token)
+    args = np.array(
+        (
+            *(field for view in inputs for field in (view.pointer, view.dtype == "int64")),
+            mapping.pointer if mapping is not None else 0,
+            mapping is not None and mapping.dtype == "int64",
+            out_verify_offsets_scratch.pointer,
+            out_write_offsets.pointer,
+            out_write_seed_slot_indices.pointer,
+            out_verify_num_valid.pointer,
+            out_verify_enable.pointer,
+            out_write_num_valid_reqs.pointer,
+            out_status.pointer if out_status is not None else 0,
+            bs,
+            max_reqs,
+            max_seq_len,
+            req_to_token.row_stride,
+            mapping.size if mapping is not None else 0,
+            swa_window_size,
+            verify_capacity,
+            tile,
+        ),
+        PLAN_OFFSETS_ARGS,
+    )
+    if is_single:
+        steps = [("kvc_plan_offsets", num_tiles, tile)]
+    else:
+        steps = [
+            ("kvc_plan_offsets_tile_sums", num_tiles, tile // 4),
+            ("kvc_plan_offsets_scan_sums", 1, 1024),
+            ("kvc_plan_offsets_tiles", num_tiles, tile),
+        ]
+    return [Launch("plan_offsets", entry, grid, block, args) for entry, grid, block in steps]
+
+
+_OPERATION = Operation(reference, _launches)

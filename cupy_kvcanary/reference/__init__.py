@@ -1,0 +1,1 @@
+"""The NumPy backend: each kernel's contract, vectorised, under the launcher's keyword names."""

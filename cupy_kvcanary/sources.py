@@ -1,0 +1,52 @@
+"""Finds, reads and joins the CUDA sources: the only module that knows where they are.
+
+A kernel's source is one string: constants written from their Python definitions, `common.cuh`, then the stem's own
+file. CuPy keys its disk cache by this text, so the cache can never serve a kernel built from an older header.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from . import constants
+from .catalogue import error
+
+_PACKAGE = Path(__file__).resolve().parent
+# Inside the package where it was installed, beside it in a checkout or an editable installation.
+_FOLDERS = (_PACKAGE / "kernels", _PACKAGE.parent / "kernels")
+
+STEMS = ("plan_offsets",)
+"""The kernels, one `kernels/<stem>.cu` each."""
+
+
+def _camel_case(name: str) -> str:
+    return "".join(word.capitalize() for word in name.lower().split("_"))
+
+
+def prelude() -> str:
+    """The constants of the contract as C++ definitions."""
+    lines = [
+        f"constexpr long long k{_camel_case(name)} = {getattr(constants, name)};"
+        for name in ("REQ_POOL_IDX_PADDING", "MAX_BLOCK_THREADS")
+    ]
+    lines += [f"constexpr int kStatus{_camel_case(bit.name or '')} = {bit.value};" for bit in constants.StatusBit]
+    return "\n".join(lines)
+
+
+def read_kernel_file(name: str) -> str:
+    """Text of one file of the folder `kernels/`."""
+    for folder in _FOLDERS:
+        path = folder / name
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise error("kv-canary-sources-must-be-installed", name=name, got="no such file beside the package")
+
+
+@functools.cache
+def joined_source(stem: str) -> str:
+    """The one string that is compiled for `stem`; compile errors name the original file and line."""
+    parts = ['#line 1 "constants"', prelude()]
+    for name in ("common.cuh", f"{stem}.cu"):
+        parts += [f'#line 1 "kernels/{name}"', read_kernel_file(name)]
+    return "\n".join(parts)
