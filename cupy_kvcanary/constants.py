@@ -16,8 +16,12 @@ TOKEN_TO_KV_SLOT_PADDING: Final = 0
 
 INT32_MAX: Final = 2**31 - 1
 
-MAX_BLOCK_THREADS: Final = 1024
-"""Threads in the largest block that any kernel here is launched with."""
+# Launch geometry of the offsets kernels, in threads a block; measured (docs/performance.md).
+PLAN_OFFSETS_SINGLE_THREADS: Final = 512
+PLAN_OFFSETS_TILE_THREADS: Final = 256
+PLAN_OFFSETS_SCAN_THREADS: Final = 1024
+PLAN_OFFSETS_TILE: Final = 1024
+"""Requests a block plans where the batch takes several launches."""
 
 
 class StatusBit(enum.IntFlag):

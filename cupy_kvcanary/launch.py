@@ -38,6 +38,11 @@ class Operation:
     """The kernel launches, in order; takes array views."""
 
 
+def ceil_div(dividend: int, divisor: int) -> int:
+    """Quotient rounded up: blocks needed for so many elements."""
+    return -(-dividend // divisor)
+
+
 class Backend(Protocol):
     """Runs operations on the memory of array views."""
 

@@ -16,6 +16,14 @@ _PACKAGE = Path(__file__).resolve().parent
 # Inside the package where it was installed, beside it in a checkout or an editable installation.
 _FOLDERS = (_PACKAGE / "kernels", _PACKAGE.parent / "kernels")
 
+_INJECTED = (
+    "REQ_POOL_IDX_PADDING",
+    "PLAN_OFFSETS_SINGLE_THREADS",
+    "PLAN_OFFSETS_TILE_THREADS",
+    "PLAN_OFFSETS_SCAN_THREADS",
+    "PLAN_OFFSETS_TILE",
+)
+
 STEMS = ("plan_offsets",)
 """The kernels, one `kernels/<stem>.cu` each."""
 
@@ -26,10 +34,7 @@ def _camel_case(name: str) -> str:
 
 def prelude() -> str:
     """The constants of the contract as C++ definitions."""
-    lines = [
-        f"constexpr long long k{_camel_case(name)} = {getattr(constants, name)};"
-        for name in ("REQ_POOL_IDX_PADDING", "MAX_BLOCK_THREADS")
-    ]
+    lines = [f"constexpr int k{_camel_case(name)} = {getattr(constants, name)};" for name in _INJECTED]
     lines += [f"constexpr int kStatus{_camel_case(bit.name or '')} = {bit.value};" for bit in constants.StatusBit]
     return "\n".join(lines)
 

@@ -1,5 +1,5 @@
 // Plan offsets: exclusive prefix sums of each request's verify and write lengths, and its chain seed slot.
-// One thread owns one request, one block a tile of blockDim.x consecutive ones. No atomics but the status bits.
+// One block owns a tile of consecutive requests, one lane one request of each row. No atomics but the status bits.
 // Small batches: one launch, each block sums all requests before its tile itself, so that no block waits for another.
 // Large ones: totals of the tiles, scan of the totals, then the tiles; an output element at each tile's start carries
 // its sums between the launches. Rows and prefixes out of range are padded or clamped. Cost: 48 bytes a request.
@@ -24,7 +24,6 @@ struct PlanOffsetsArgs {
   i64 lut_len;
   i64 swa_window_size;
   i64 verify_capacity;
-  i64 requests_per_tile;
 };
 
 // Sums wrap like NumPy's: a hostile length must not be undefined behaviour.
@@ -34,6 +33,9 @@ struct Lens {
 
   __device__ __forceinline__ Lens operator+(const Lens& other) const {
     return {verify + other.verify, write + other.write};
+  }
+  __device__ __forceinline__ Lens operator-(const Lens& other) const {
+    return {verify - other.verify, write - other.write};
   }
 };
 
@@ -73,122 +75,141 @@ __device__ __forceinline__ Lens warp_inclusive_scan(Lens sum, int lane) {
   return sum;
 }
 
+// Sum over each group of kLanes lanes (a power of two), in every lane of the group.
+template <int kLanes>
 __device__ __forceinline__ Lens warp_sum(Lens sum) {
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
     sum = sum + Lens{__shfl_xor_sync(kFullWarp, sum.verify, distance), __shfl_xor_sync(kFullWarp, sum.write, distance)};
   }
   return sum;
 }
 
-// Exclusive prefix sum of `own` over the block's threads, plus the sum of all threads' `before`.
-// Every thread takes part, in whole warps; `block_total` becomes the sum of everything.
-__device__ __forceinline__ Lens block_exclusive_scan(Lens own, Lens before, Lens& block_total) {
-  __shared__ Lens warp_own[kMaxBlockThreads / kWarpSize];
-  __shared__ Lens warp_before[kMaxBlockThreads / kWarpSize];
+__device__ __forceinline__ void write_totals(const PlanOffsetsArgs& args, const Lens& total) {
+  const i64 total_verify = static_cast<i64>(total.verify);
+  const bool fits = total_verify <= args.verify_capacity;
+  args.out_verify_offsets_scratch[args.bs] = total_verify;
+  args.out_write_offsets[args.bs] = static_cast<i64>(total.write);
+  *args.out_verify_num_valid = static_cast<int>(fits ? total_verify : args.verify_capacity);
+  *args.out_verify_enable = fits ? 1 : 0;
+  *args.out_write_num_valid_reqs = static_cast<int>(args.bs);
+}
+
+// Sum of the `warp_own` of all warps before this one and of the `warp_before` of all warps. Every thread calls it, the
+// last lane of each warp with the warp's values.
+template <int kThreads>
+__device__ __forceinline__ Lens sum_before_warp(Lens warp_own, Lens warp_before) {
+  constexpr int kWarps = kThreads / kWarpSize;
+  __shared__ Lens own[kWarps];
+  __shared__ Lens before[kWarps];
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
   const int num_warps = blockDim.x / kWarpSize;
-
-  const Lens inclusive = warp_inclusive_scan(own, lane);
-  const Lens warp_before_sum = warp_sum(before);
   if (lane == kWarpSize - 1) {
-    warp_own[warp] = inclusive;
-    warp_before[warp] = warp_before_sum;
+    own[warp] = warp_own;
+    before[warp] = warp_before;
   }
   __syncthreads();
   // Each warp adds up the others' sums for itself: cheaper than a second barrier.
-  const bool is_warp = lane < num_warps;
-  const Lens none = {0, 0};
-  const Lens warps_own = is_warp ? warp_own[lane] : none;
-  const Lens warps_before = is_warp ? warp_before[lane] : none;
-  block_total = warp_sum(warps_own + warps_before);
-  const Lens base = warp_sum(warps_before + (lane < warp ? warps_own : none));
-  return {base.verify + inclusive.verify - own.verify, base.write + inclusive.write - own.write};
+  const int other = lane % kWarps;
+  Lens sum = {0, 0};
+  if (other < num_warps) {
+    sum = before[other];
+    if (other < warp) sum = sum + own[other];
+  }
+  return warp_sum<kWarps>(sum);
 }
 
-// Plans the block's tile; `before` holds this thread's share of the sums of all requests ahead of the tile.
-__device__ __forceinline__ void plan_tile(const PlanOffsetsArgs& args, Lens before) {
-  const i64 bs = args.bs;
-  const i64 r = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+// What the last thread holds, in every thread. Its barrier also lets sum_before_warp be called again.
+__device__ __forceinline__ Lens from_last_thread(const Lens& value) {
+  __shared__ Lens shared_value;
+  if (threadIdx.x == blockDim.x - 1) shared_value = value;
+  __syncthreads();
+  return shared_value;
+}
+
+// Plans request r, one for each thread of the block; returns the sums up to and with it. `warp_before` is this warp's
+// share of what comes before the block's requests besides `carry`, in its last lane.
+template <int kThreads>
+__device__ __forceinline__ Lens plan_row(const PlanOffsetsArgs& args, i64 r, Lens carry, Lens warp_before) {
   int status = 0;
   Request request = {kReqPoolIdxPadding, 0, {0, 0}};
-  if (r < bs) request = load_request(args, r, status);
+  if (r < args.bs) request = load_request(args, r, status);
   const i64 seed = load_seed(args, request, status);  // its latency hides behind the scan
-
-  Lens total;
-  const Lens offset = block_exclusive_scan(request.lens, before, total);
-  if (r < bs) {
+  const Lens inclusive = warp_inclusive_scan(request.lens, threadIdx.x % kWarpSize);
+  const Lens end = carry + sum_before_warp<kThreads>(inclusive, warp_before) + inclusive;
+  if (r < args.bs) {
+    const Lens offset = end - request.lens;
     args.out_verify_offsets_scratch[r] = static_cast<i64>(offset.verify);
     args.out_write_offsets[r] = static_cast<i64>(offset.write);
     args.out_write_seed_slot_indices[r] = seed;
-  }
-  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) {
-    const i64 total_verify = static_cast<i64>(total.verify);
-    const bool fits = total_verify <= args.verify_capacity;
-    args.out_verify_offsets_scratch[bs] = total_verify;
-    args.out_write_offsets[bs] = static_cast<i64>(total.write);
-    *args.out_verify_num_valid = static_cast<int>(fits ? total_verify : args.verify_capacity);
-    *args.out_verify_enable = fits ? 1 : 0;
-    *args.out_write_num_valid_reqs = static_cast<int>(bs);
+    if (r == args.bs - 1) write_totals(args, end);
   }
   report_status(args.out_status, status);
+  return end;
 }
 
-// Sum over this thread's share of the requests in [begin, end).
+// Sum over this warp's share of the requests in [begin, end), in every lane.
 __device__ __forceinline__ Lens sum_requests(const PlanOffsetsArgs& args, i64 begin, i64 end) {
   Lens sum = {0, 0};
   int ignored_status = 0;  // the tile that owns the request reports it
 #pragma unroll 4
   for (i64 r = begin + threadIdx.x; r < end; r += blockDim.x) sum = sum + load_request(args, r, ignored_status).lens;
-  return sum;
+  return warp_sum<kWarpSize>(sum);
 }
 
 // The whole plan in one launch. Grid: ceil(bs / blockDim.x), at least 1.
-extern "C" __global__ void __launch_bounds__(kMaxBlockThreads) kvc_plan_offsets(const PlanOffsetsArgs args) {
-  plan_tile(args, sum_requests(args, 0, static_cast<i64>(blockIdx.x) * blockDim.x));
+extern "C" __global__ void __launch_bounds__(kPlanOffsetsSingleThreads) kvc_plan_offsets(const PlanOffsetsArgs args) {
+  if (args.bs == 0) {
+    if (threadIdx.x == 0) write_totals(args, {0, 0});
+    return;
+  }
+  const i64 begin = static_cast<i64>(blockIdx.x) * blockDim.x;
+  Lens before = {0, 0};
+  if (begin > 0) before = sum_requests(args, 0, begin);
+  plan_row<kPlanOffsetsSingleThreads>(args, begin + threadIdx.x, {0, 0}, before);
 }
 
 // First of three launches: each block leaves its tile's sums in the offsets at the tile's start.
-extern "C" __global__ void __launch_bounds__(kMaxBlockThreads) kvc_plan_offsets_tile_sums(const PlanOffsetsArgs args) {
-  const i64 begin = static_cast<i64>(blockIdx.x) * args.requests_per_tile;
-  const i64 end = clamp(begin + args.requests_per_tile, 0, args.bs);
-  Lens total;
-  block_exclusive_scan({0, 0}, sum_requests(args, begin, end), total);
+extern "C" __global__ void __launch_bounds__(kPlanOffsetsTileThreads)
+    kvc_plan_offsets_tile_sums(const PlanOffsetsArgs args) {
+  const i64 begin = static_cast<i64>(blockIdx.x) * kPlanOffsetsTile;
+  const i64 end = clamp(begin + kPlanOffsetsTile, 0, args.bs);
+  const Lens sum = sum_before_warp<kPlanOffsetsTileThreads>({0, 0}, sum_requests(args, begin, end));
   if (threadIdx.x == 0) {
-    args.out_verify_offsets_scratch[begin] = static_cast<i64>(total.verify);
-    args.out_write_offsets[begin] = static_cast<i64>(total.write);
+    args.out_verify_offsets_scratch[begin] = static_cast<i64>(sum.verify);
+    args.out_write_offsets[begin] = static_cast<i64>(sum.write);
   }
 }
 
 // Second: one block turns the tiles' sums into their exclusive prefix sums, in place.
-extern "C" __global__ void __launch_bounds__(kMaxBlockThreads) kvc_plan_offsets_scan_sums(const PlanOffsetsArgs args) {
-  const i64 num_tiles = (args.bs + args.requests_per_tile - 1) / args.requests_per_tile;
+extern "C" __global__ void __launch_bounds__(kPlanOffsetsScanThreads)
+    kvc_plan_offsets_scan_sums(const PlanOffsetsArgs args) {
   Lens carry = {0, 0};
-  for (i64 first_tile = 0; first_tile < num_tiles; first_tile += blockDim.x) {
-    const i64 tile = first_tile + threadIdx.x;
-    const i64 r = tile * args.requests_per_tile;
+  for (i64 first_r = 0; first_r < args.bs; first_r += static_cast<i64>(blockDim.x) * kPlanOffsetsTile) {
+    const i64 r = first_r + static_cast<i64>(threadIdx.x) * kPlanOffsetsTile;
     Lens own = {0, 0};
-    if (tile < num_tiles) {
+    if (r < args.bs) {
       own = {static_cast<u64>(args.out_verify_offsets_scratch[r]), static_cast<u64>(args.out_write_offsets[r])};
     }
-    Lens chunk_total;
-    const Lens offset = carry + block_exclusive_scan(own, {0, 0}, chunk_total);
-    if (tile < num_tiles) {
+    const Lens inclusive = warp_inclusive_scan(own, threadIdx.x % kWarpSize);
+    const Lens end = carry + sum_before_warp<kPlanOffsetsScanThreads>(inclusive, {0, 0}) + inclusive;
+    if (r < args.bs) {
+      const Lens offset = end - own;
       args.out_verify_offsets_scratch[r] = static_cast<i64>(offset.verify);
       args.out_write_offsets[r] = static_cast<i64>(offset.write);
     }
-    carry = carry + chunk_total;
-    __syncthreads();  // the next round writes the shared sums again
+    carry = from_last_thread(end);
   }
 }
 
-// Third: each block plans its tile from the sums that stand at the tile's start. Grid: ceil(bs / blockDim.x), and
-// blockDim.x is requests_per_tile. Thread 0 alone reads them, and it alone overwrites them later.
-extern "C" __global__ void __launch_bounds__(kMaxBlockThreads) kvc_plan_offsets_tiles(const PlanOffsetsArgs args) {
-  Lens before = {0, 0};
-  if (threadIdx.x == 0) {
-    const i64 r = static_cast<i64>(blockIdx.x) * blockDim.x;
-    before = {static_cast<u64>(args.out_verify_offsets_scratch[r]), static_cast<u64>(args.out_write_offsets[r])};
+// Third: each block plans its tile, row by row, from the sums that stand at the tile's start. All threads have read
+// those before the first row's barrier, behind which they are overwritten. Grid: ceil(bs / kPlanOffsetsTile).
+extern "C" __global__ void __launch_bounds__(kPlanOffsetsTileThreads)
+    kvc_plan_offsets_tiles(const PlanOffsetsArgs args) {
+  const i64 begin = static_cast<i64>(blockIdx.x) * kPlanOffsetsTile;
+  Lens carry = {static_cast<u64>(args.out_verify_offsets_scratch[begin]),
+                static_cast<u64>(args.out_write_offsets[begin])};
+  for (i64 row = begin; row < begin + kPlanOffsetsTile; row += blockDim.x) {
+    carry = from_last_thread(plan_row<kPlanOffsetsTileThreads>(args, row + threadIdx.x, carry, {0, 0}));
   }
-  plan_tile(args, before);
 }

@@ -27,8 +27,16 @@ from ..checks import (
     check_rank,
     check_writable,
 )
-from ..constants import INT32_MAX, PLAN_BS_BLOCK_SIZE, StatusBit
-from ..launch import BACKENDS, Launch, Operation
+from ..constants import (
+    INT32_MAX,
+    PLAN_BS_BLOCK_SIZE,
+    PLAN_OFFSETS_SCAN_THREADS,
+    PLAN_OFFSETS_SINGLE_THREADS,
+    PLAN_OFFSETS_TILE,
+    PLAN_OFFSETS_TILE_THREADS,
+    StatusBit,
+)
+from ..launch import BACKENDS, Launch, Operation, ceil_div
 from ..reference.plan_offsets import plan_offsets as reference
 
 PLAN_OFFSETS_ARGS = np.dtype(
@@ -58,7 +66,6 @@ PLAN_OFFSETS_ARGS = np.dtype(
         ("lut_len", np.int64),
         ("swa_window_size", np.int64),
         ("verify_capacity", np.int64),
-        ("requests_per_tile", np.int64),
     ],
     align=True,
 )
@@ -66,9 +73,7 @@ PLAN_OFFSETS_ARGS = np.dtype(
 
 # Measured (docs/performance.md): up to this many requests one launch, in which every block sums the requests before its
 # tile by itself, is faster than three launches.
-SINGLE_LAUNCH_MAX_BS = 16384
-_SINGLE_LAUNCH_TILE = 512
-_TILE = 1024
+_SINGLE_LAUNCH_MAX_BS = 8192
 
 
 class OffsetsTotals(NamedTuple):
@@ -433,9 +438,6 @@ def _launches(
 ) -> list[Launch]:
     max_reqs, max_seq_len = req_to_token.shape
     mapping = full_to_swa_index_mapping
-    is_single = bs <= SINGLE_LAUNCH_MAX_BS
-    tile = min(_SINGLE_LAUNCH_TILE, -(-max(bs, 1) // 32) * 32) if is_single else _TILE
-    num_tiles = max(1, -(-bs // tile))
     inputs = (req_pool_indices, prefix_lens, extend_seq_lens, req_to_token)
     args = np.array(
         (
@@ -456,19 +458,18 @@ def _launches(
             mapping.size if mapping is not None else 0,
             swa_window_size,
             verify_capacity,
-            tile,
         ),
         PLAN_OFFSETS_ARGS,
     )
-    if is_single:
-        steps = [("kvc_plan_offsets", num_tiles, tile)]
-    else:
-        steps = [
-            ("kvc_plan_offsets_tile_sums", num_tiles, tile // 4),
-            ("kvc_plan_offsets_scan_sums", 1, 1024),
-            ("kvc_plan_offsets_tiles", num_tiles, tile),
-        ]
-    return [Launch("plan_offsets", entry, grid, block, args) for entry, grid, block in steps]
+    if bs <= _SINGLE_LAUNCH_MAX_BS:
+        block = min(PLAN_OFFSETS_SINGLE_THREADS if bs > 1024 else 256, 32 * ceil_div(max(bs, 1), 32))
+        return [Launch("plan_offsets", "kvc_plan_offsets", max(1, ceil_div(bs, block)), block, args)]
+    num_tiles = ceil_div(bs, PLAN_OFFSETS_TILE)
+    return [
+        Launch("plan_offsets", "kvc_plan_offsets_tile_sums", num_tiles, PLAN_OFFSETS_TILE_THREADS, args),
+        Launch("plan_offsets", "kvc_plan_offsets_scan_sums", 1, PLAN_OFFSETS_SCAN_THREADS, args),
+        Launch("plan_offsets", "kvc_plan_offsets_tiles", num_tiles, PLAN_OFFSETS_TILE_THREADS, args),
+    ]
 
 
 _OPERATION = Operation(reference, _launches)

@@ -27,6 +27,16 @@ extern const Entry entries[];
 
 // ---- scheduler.cpp: threads, barriers, warp operations ----
 
+struct Index {
+    unsigned x, y, z;
+};
+
+// CUDA's variables, set whenever another thread goes on.
+extern Index threadIdx, blockIdx, blockDim, gridDim;
+
+// The section that the build moves __shared__ variables to; both null in a kernel without any.
+extern "C" __attribute__((weak)) char __start_kvc_shared[], __stop_kvc_shared[];
+
 // Waits until every thread of the block is here; returns how many of them brought a true predicate.
 unsigned barrier(const char *op, bool predicate, Site at);
 

@@ -15,11 +15,7 @@
 #include <unistd.h>
 #include <vector>
 
-struct Index {
-    unsigned x, y, z;
-};
-extern Index threadIdx, blockIdx;
-extern "C" __attribute__((weak)) char __start_kvc_shared[], __stop_kvc_shared[];
+extern "C" char __executable_start[];
 
 namespace host {
 namespace {
@@ -77,14 +73,15 @@ bool redundant(const Word &word, const Access &access) {
 // file:line of a return address. The innermost inlined call that lies in a kernel, not in this layer.
 std::string source_line(std::uintptr_t pc) {
     char command[128];
-    std::snprintf(command, sizeof command, "addr2line -i -e /proc/%d/exe 0x%zx", getpid(), pc - 1);
+    std::snprintf(command, sizeof command, "addr2line -i -e /proc/%d/exe 0x%zx", getpid(),
+                  pc - 1 - reinterpret_cast<std::uintptr_t>(__executable_start));
     std::string found = "an unknown line";
     if (FILE *pipe = popen(command, "r")) {
         char line[1024];
         while (std::fgets(line, sizeof line, pipe)) {
             line[std::strcspn(line, " \n")] = 0;
             if (std::strstr(line, "cuda.h:") || std::strstr(line, "??")) continue;
-            found = line;
+            found = line + (line[0] == '.' ? 2 : 0);  // without the "./" of the folder it was compiled in
             break;
         }
         pclose(pipe);
@@ -98,8 +95,7 @@ const char *verb(Kind kind) {
 
 [[noreturn]] void report(const Region &region, std::uintptr_t address, const Access &now, const Access &before) {
     std::fprintf(stderr,
-                 "%s, %s: data race: it %s byte %zu of %s, which block %u, thread %u %s at %s, "
-                 "without a barrier in between\n",
+                 "%s, %s: data race: %s byte %zu of %s, which block %u, thread %u %s at %s, with no barrier between\n",
                  position().c_str(), source_line(now.pc).c_str(), verb(now.kind),
                  static_cast<std::size_t>(address - region.begin), region.name.c_str(), before.block,
                  unsigned{before.thread}, verb(before.kind), source_line(before.pc).c_str());

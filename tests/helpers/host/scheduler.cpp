@@ -7,27 +7,26 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <dlfcn.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <unistd.h>
 #include <utility>
 #include <vector>
 
-struct Index {
-    unsigned x, y, z;
-};
-// Under the names and the layout of cuda.h.
-Index threadIdx, blockIdx, blockDim = {1, 1, 1}, gridDim = {1, 1, 1};
-
 // Present where the executable is linked with AddressSanitizer.
 extern "C" __attribute__((weak)) void __sanitizer_start_switch_fiber(void **fake_stack, const void *, std::size_t);
 extern "C" __attribute__((weak)) void __sanitizer_finish_switch_fiber(void *fake_stack, const void **, std::size_t *);
 
-// The bounds of the section that __shared__ variables live in; null in a kernel without any.
-extern "C" __attribute__((weak)) std::uint64_t __start_kvc_shared[], __stop_kvc_shared[];
-
 namespace host {
+
+Index threadIdx, blockIdx, blockDim{1, 1, 1}, gridDim{1, 1, 1};
+
 namespace {
+
+// The C library's own: AddressSanitizer's wrapper forgets the red zones of a stack at every switch to it.
+const auto switch_context =
+    reinterpret_cast<decltype(&swapcontext)>(dlsym(dlopen("libc.so.6", RTLD_LAZY), "swapcontext"));
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kStack = 64 * kPage;  // its lowest page is a guard
@@ -57,7 +56,7 @@ struct Scheduler {
 Scheduler scheduler;
 std::vector<Fiber> fibers;
 std::vector<unsigned> ready;
-unsigned running, arrived, true_predicates, barrier_result;
+unsigned running, arrived, first_arrived, true_predicates, barrier_result;
 const Entry *entry;
 const void *entry_args;
 
@@ -111,8 +110,6 @@ void prepare(Fiber &fiber) {
     fiber.context.uc_stack.ss_sp = fiber.stack + kPage;
     fiber.context.uc_stack.ss_size = kStack - kPage;
     makecontext(&fiber.context, run_thread, 0);
-    // AddressSanitizer would forget the red zones of this stack at every switch to it.
-    fiber.context.uc_stack.ss_size = 0;
     fiber.fake_stack = nullptr;
     fiber.state = State::ready;
 }
@@ -123,7 +120,7 @@ void resume(unsigned thread) {
     void *fake_stack = nullptr;
     if (__sanitizer_start_switch_fiber)
         __sanitizer_start_switch_fiber(&fake_stack, fiber.stack + kPage, kStack - kPage);
-    swapcontext(&scheduler.context, &fiber.context);
+    switch_context(&scheduler.context, &fiber.context);
     if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 }
 
@@ -131,7 +128,7 @@ void suspend() {
     Fiber &self = fibers[running];
     if (__sanitizer_start_switch_fiber)
         __sanitizer_start_switch_fiber(&self.fake_stack, scheduler.stack, scheduler.stack_size);
-    swapcontext(&self.context, &scheduler.context);
+    switch_context(&self.context, &scheduler.context);
     if (__sanitizer_finish_switch_fiber)
         __sanitizer_finish_switch_fiber(self.fake_stack, &scheduler.stack, &scheduler.stack_size);
 }
@@ -215,9 +212,9 @@ void run_block(Random &random) {
     if (returned < blockDim.x) fail_stuck();
 }
 
-// Shared memory starts undefined. Word by word: AddressSanitizer would object to a memset over the red zones in between.
+// Shared memory starts undefined. Byte by byte: AddressSanitizer would object to a memset over the red zones in between.
 void overwrite_shared(Random &random) {
-    for (volatile std::uint64_t *word = __start_kvc_shared; word < __stop_kvc_shared; ++word) *word = random.next();
+    for (volatile char *byte = __start_kvc_shared; byte < __stop_kvc_shared; ++byte) *byte = random.next();
 }
 
 void make_fibers(unsigned count) {
@@ -235,10 +232,9 @@ unsigned barrier(const char *op, bool predicate, Site at) {
     self.op = op;
     self.mask = 0;
     self.at = at;
-    if (arrived)
-        for (unsigned thread = 0; thread < blockDim.x; ++thread)
-            if (fibers[thread].state == State::in_barrier && !same_operation(self, fibers[thread]))
-                fail(at, std::string(op) + " meets another barrier: " + describe(thread));
+    if (arrived == 0) first_arrived = running;
+    if (!same_operation(self, fibers[first_arrived]))
+        fail(at, std::string(op) + " meets another barrier: " + describe(first_arrived));
     self.state = State::in_barrier;
     true_predicates += predicate;
     if (++arrived == blockDim.x) {

@@ -1,10 +1,10 @@
 // Answers requests from stdin on stdout: arrays in, launches one after the other, arrays out.
 //
 // A request, all integers 64 bits wide:  seed, seconds, count of arrays, count of launches;
-// for each array   address modulo 4096, size, length of its name, name, bytes;
+// for each array   address, size, length of its name, name, bytes;
 // for each launch  length of the entry's name, name, grid, block, size of the arguments, arguments,
 //                  count of pointers among them, (offset in the arguments, array) each.
-// The answer is the bytes of all arrays. After a report on stderr there is none: the process ends.
+// The answer is one byte, then the bytes of all arrays. After a report on stderr there is none: the process ends.
 #include "host.h"
 
 #include <csignal>
@@ -125,6 +125,7 @@ int main() {
         while (array_count--) read_array();
         while (launch_count--) run_launch(seed++);
         alarm(0);
+        std::putchar(0);
         for (const Array &array : arrays) std::fwrite(array.data, 1, array.size, stdout);
         std::fflush(stdout);
         host::forget_watched();

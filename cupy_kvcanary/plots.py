@@ -1,0 +1,101 @@
+"""The picture of a replay: batch size, planned entries and pool use over time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from .catalogue import error
+
+if TYPE_CHECKING:
+    from .replay import ReplaySeries, ReplaySummary
+
+_BLUE, _VIOLET, _RED = "#2166ac", "#6a51a3", "#c0392b"
+_LIVE, _CACHED, _FREE = "#238b6b", "#a6dbc3", "#f1f3f4"
+_INK, _GRID = "#33373b", "#d9dde1"
+
+
+def require_matplotlib() -> None:
+    """Raise the error that names the extra, where matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as reason:
+        raise error("kv-canary-matplotlib-must-be-installed", name="matplotlib", got=repr(reason)) from reason
+
+
+def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: ReplaySeries) -> None:
+    """Write a PNG of three panels over one time axis to `file`."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    # No pyplot: it keeps global state and may choose a backend that wants a display.
+    figure = Figure(figsize=(11, 8), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1, 1.15))
+    for panel in panels:
+        _style(panel)
+        panel.yaxis.set_major_formatter(EngFormatter(sep=""))
+    time = series.time_s / 60
+
+    _draw_band(panels[0], time, series.batch_mean, series.batch_max, _BLUE)
+    panels[0].set_title("Batch size (requests)")
+    _draw_band(panels[1], time, series.entries_mean, series.entries_max, _VIOLET)
+    panels[1].axhline(summary.verify_capacity, color=_RED, linewidth=1.2, linestyle=(0, (5, 3)), label="capacity")
+    panels[1].set_title("Planned entries (slots to verify a step)")
+
+    free = summary.pool_slots - series.live_slots - series.cached_slots
+    panels[2].stackplot(
+        time,
+        series.live_slots,
+        series.cached_slots,
+        free,
+        labels=("live", "cached prefixes", "free"),
+        colors=(_LIVE, _CACHED, _FREE),
+        linewidth=0,
+    )
+    panels[2].set_title("Pool use (slots)")
+    panels[2].set_ylim(0, summary.pool_slots)
+    panels[2].set_xlabel("time on the engine's clock (minutes)")
+    if time.size > 1:
+        panels[2].set_xlim(time[0], time[-1])
+    for panel in panels:
+        panel.set_ylim(bottom=0)
+        # Beside the panel: inside, a legend hides data.
+        panel.legend(loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=9, labelcolor=_INK)
+
+    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=14, fontweight="bold", color=_INK)
+    figure.text(0.01, 0.957, _subtitle(summary), ha="left", va="top", fontsize=10, color=_INK)
+    figure.savefig(file, format="png")
+
+
+def _style(panel: Any) -> None:
+    panel.title.set_fontsize(10.5)
+    panel.title.set_color(_INK)
+    panel.set_axisbelow(True)
+    panel.grid(color=_GRID, linewidth=0.6)
+    panel.tick_params(colors=_INK, length=0, labelsize=9)
+    panel.xaxis.label.set_color(_INK)
+    for side in ("top", "right", "left"):
+        panel.spines[side].set_visible(False)
+    panel.spines["bottom"].set_color(_GRID)
+
+
+def _draw_band(panel: Any, time: Any, mean: Any, most: Any, color: str) -> None:
+    """The mean as a line; the room up to the largest value as a light band."""
+    panel.fill_between(time, mean, np.maximum(mean, most), color=color, alpha=0.25, linewidth=0, label="largest")
+    panel.plot(time, mean, color=color, linewidth=0.9, label="mean")
+
+
+def _subtitle(summary: ReplaySummary) -> str:
+    parts = [
+        f"{summary.steps:,} steps",
+        f"{summary.finished:,} requests",
+        f"{summary.total_entries:,} entries planned on {summary.device}",
+        f"{summary.overflows:,} overflows",
+    ]
+    if summary.differences is not None:
+        parts.append(f"{summary.differences:,} differences from the reference")
+    return "  ·  ".join(parts)

@@ -1,0 +1,159 @@
+"""Static planner buffers of a replay, on the CPU or mirrored on a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from .catalogue import error
+from .compile import import_cupy
+from .errors import KvCanaryRuntimeError
+from .plan_check import PlanOutputs
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from .engine_model import EngineModel, Step
+
+
+class ReplayDevice(Protocol):
+    """Where the plans of a replay run."""
+
+    name: str
+    arguments: dict[str, Any]
+    """The planner's arrays by keyword: the same objects at every step."""
+
+    def load(self, step: Step) -> None:
+        """Bring the step's values to where the plan reads them."""
+
+    def wait(self) -> None:
+        """Until the plan is there."""
+
+    def read_outputs(self) -> PlanOutputs:
+        """The outputs in host memory."""
+
+    def read_status(self) -> int:
+        """`StatusBit`s of all plans so far."""
+
+
+def make_device(name: str, engine: EngineModel, bs_block_size: int) -> ReplayDevice:
+    """The device "cpu" or "cuda"; "auto" takes CUDA where there is a usable GPU."""
+    if name == "cpu":
+        return CpuDevice(engine, bs_block_size)
+    if name not in ("auto", "cuda"):
+        raise error("kv-canary-device-must-be-known", name="device", got=repr(name))
+    try:
+        return CudaDevice(engine, bs_block_size, _usable_cupy())
+    except KvCanaryRuntimeError:
+        if name == "cuda":
+            raise
+        return CpuDevice(engine, bs_block_size)
+
+
+def _usable_cupy() -> ModuleType:
+    cupy = import_cupy()
+    try:
+        if cupy.cuda.runtime.getDeviceCount() > 0:
+            return cupy
+        reason = "no device"
+    except cupy.cuda.runtime.CUDARuntimeError as failure:
+        reason = str(failure)
+    raise error("kv-canary-gpu-must-be-usable", name="device", got=reason)
+
+
+def _allocate_outputs(xp: Any, engine: EngineModel, bs_block_size: int) -> PlanOutputs:
+    capacity = engine.req_pool_indices.size
+    return PlanOutputs(
+        verify_offsets_scratch=xp.full(bs_block_size + 1, -1, "int64"),
+        write_offsets=xp.full(capacity + 1, -1, "int64"),
+        write_seed_slot_indices=xp.full(capacity, -1, "int64"),
+        verify_num_valid=xp.full(1, -1, "int32"),
+        verify_enable=xp.full(1, -1, "int32"),
+        write_num_valid_reqs=xp.full(1, -1, "int32"),
+    )
+
+
+class CpuDevice:
+    """Plans read the engine's own buffers."""
+
+    name = "cpu"
+
+    def __init__(self, engine: EngineModel, bs_block_size: int) -> None:
+        self._outputs = _allocate_outputs(np, engine, bs_block_size)
+        self._status = np.zeros(1, np.int32)
+        window = engine.pool.window
+        self.arguments = {
+            "req_pool_indices": engine.req_pool_indices,
+            "prefix_lens": engine.prefix_lens,
+            "extend_seq_lens": engine.extend_seq_lens,
+            "req_to_token": engine.req_to_token,
+            "full_to_swa_index_mapping": None if window is None else window.mapping,
+            **{f"out_{name}": array for name, array in self._outputs._asdict().items()},
+            "out_status": self._status,
+        }
+
+    def load(self, step: Step) -> None:
+        """Nothing to bring."""
+
+    def wait(self) -> None:
+        """The launcher returns when the plan is there."""
+
+    def read_outputs(self) -> PlanOutputs:
+        """See `ReplayDevice.read_outputs`."""
+        return self._outputs
+
+    def read_status(self) -> int:
+        """See `ReplayDevice.read_status`."""
+        return int(self._status[0])
+
+
+class CudaDevice:
+    """Plans read CuPy arrays. Of the page table and the mapping, only pages that changed are copied."""
+
+    name = "cuda"
+
+    def __init__(self, engine: EngineModel, bs_block_size: int, cupy: ModuleType) -> None:
+        self._cupy = cupy
+        self._engine = engine
+        self._outputs = _allocate_outputs(cupy, engine, bs_block_size)
+        self._status = cupy.zeros(1, "int32")
+        window = engine.pool.window
+        self.arguments = {
+            "req_pool_indices": cupy.zeros(engine.req_pool_indices.shape, "int64"),
+            "prefix_lens": cupy.zeros(engine.prefix_lens.shape, "int64"),
+            "extend_seq_lens": cupy.zeros(engine.extend_seq_lens.shape, "int64"),
+            "req_to_token": cupy.zeros(engine.req_to_token.shape, "int32"),
+            "full_to_swa_index_mapping": None if window is None else cupy.zeros(window.mapping.shape, "int64"),
+            **{f"out_{name}": array for name, array in self._outputs._asdict().items()},
+            "out_status": self._status,
+        }
+
+    def load(self, step: Step) -> None:
+        """Copy the batch and the changed pages."""
+        for name in ("req_pool_indices", "prefix_lens", "extend_seq_lens"):
+            self.arguments[name][: step.bs].set(getattr(step, name)[: step.bs])
+        self._copy_pages("req_to_token", step.req_to_token, self._engine.changed_table_pages())
+        if step.full_to_swa_index_mapping is not None:
+            changed = self._engine.changed_mapping_pages()
+            self._copy_pages("full_to_swa_index_mapping", step.full_to_swa_index_mapping, changed)
+        self.wait()  # the copies do not count as plan time
+
+    def wait(self) -> None:
+        """See `ReplayDevice.wait`."""
+        self._cupy.cuda.get_current_stream().synchronize()
+
+    def read_outputs(self) -> PlanOutputs:
+        """See `ReplayDevice.read_outputs`."""
+        return PlanOutputs(*(array.get() for array in self._outputs))
+
+    def read_status(self) -> int:
+        """See `ReplayDevice.read_status`."""
+        return int(self._status.get()[0])
+
+    def _copy_pages(self, name: str, source: np.ndarray[Any, Any], pages: np.ndarray[Any, Any]) -> None:
+        # A page that changed twice stands in `pages` twice, with its final content both times: any order is right.
+        if pages.size:
+            page_size = self._engine.config.page_size
+            values = source.reshape(-1, page_size)[pages]
+            self.arguments[name].reshape(-1, page_size)[self._cupy.asarray(pages)] = self._cupy.asarray(values)
