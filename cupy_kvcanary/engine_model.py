@@ -58,7 +58,7 @@ class EngineConfig:
 class Step(NamedTuple):
     """What one step of the engine runs on: static buffers that hold until the next step is asked for."""
 
-    index: int
+    number: int
     time_s: float
     """When the step begins, on the trace's clock divided by the speed-up."""
     num_requests: int
@@ -135,7 +135,7 @@ class EngineModel:
     def steps(self) -> Iterator[Step]:
         """Every step until the last request is done. Idle time is skipped."""
         mapping = self.pool.window.mapping if self.pool.window is not None else None
-        index, now = 0, 0.0
+        number, now = 0, 0.0
         while True:
             self._accept_arrivals(now)
             if not self._num_running and not self._queue:
@@ -145,7 +145,7 @@ class EngineModel:
                 continue
             bs = self._schedule()
             yield Step(
-                index,
+                number,
                 now,
                 self._num_running,
                 bs,
@@ -156,7 +156,7 @@ class EngineModel:
                 mapping,
             )
             self._complete()
-            index += 1
+            number += 1
             now += self.config.step_s
 
     def changed_table_pages(self) -> NDArray[np.int64]:

@@ -63,7 +63,8 @@ class WindowPool:
 
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
         """Which of these full pages have a page here."""
-        return self._by_page[pages, 0] != 0
+        held: NDArray[np.bool_] = self._by_page[pages, 0] != 0
+        return held
 
     def add(self, pages: Pages) -> None:
         """Give new full pages, which one request's window reaches, a page each."""
@@ -215,5 +216,3 @@ class PagePool:
         self.block_of_page[pages] = -1
         self._free.give(pages)
         self.evicted_blocks += 1
-
-

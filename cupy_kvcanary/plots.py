@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, BinaryIO
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import numpy as np
 
@@ -14,12 +15,13 @@ if TYPE_CHECKING:
 _BLUE, _VIOLET, _RED = "#2166ac", "#6a51a3", "#c0392b"
 _LIVE, _CACHED, _FREE = "#238b6b", "#a6dbc3", "#f1f3f4"
 _INK, _GRID = "#33373b", "#d9dde1"
+_TITLE: Final[dict[str, Any]] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": _INK}
 
 
 def require_matplotlib() -> None:
     """Raise the error that names the extra, where matplotlib is missing."""
     try:
-        import matplotlib  # noqa: F401
+        import_module("matplotlib")
     except ImportError as reason:
         raise error("kv-canary-matplotlib-must-be-installed", name="matplotlib", got=repr(reason)) from reason
 
@@ -41,10 +43,10 @@ def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: Repl
     time = series.time_s / 60
 
     _draw_band(panels[0], time, series.batch_mean, series.batch_max, _BLUE)
-    panels[0].set_title("Batch size (requests)")
+    panels[0].set_title("Batch size (requests)", **_TITLE)
     _draw_band(panels[1], time, series.entries_mean, series.entries_max, _VIOLET)
     panels[1].axhline(summary.verify_capacity, color=_RED, linewidth=1.2, linestyle=(0, (5, 3)), label="capacity")
-    panels[1].set_title("Planned entries (slots to verify a step)")
+    panels[1].set_title("Planned entries (slots to verify a step)", **_TITLE)
 
     free = summary.pool_slots - series.live_slots - series.cached_slots
     panels[2].stackplot(
@@ -56,7 +58,7 @@ def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: Repl
         colors=(_LIVE, _CACHED, _FREE),
         linewidth=0,
     )
-    panels[2].set_title("Pool use (slots)")
+    panels[2].set_title("Pool use (slots)", **_TITLE)
     panels[2].set_ylim(0, summary.pool_slots)
     panels[2].set_xlabel("time on the engine's clock (minutes)")
     if time.size > 1:
@@ -72,8 +74,6 @@ def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: Repl
 
 
 def _style(panel: Any) -> None:
-    panel.title.set_fontsize(10.5)
-    panel.title.set_color(_INK)
     panel.set_axisbelow(True)
     panel.grid(color=_GRID, linewidth=0.6)
     panel.tick_params(colors=_INK, length=0, labelsize=9)
@@ -85,8 +85,8 @@ def _style(panel: Any) -> None:
 
 def _draw_band(panel: Any, time: Any, mean: Any, most: Any, color: str) -> None:
     """The mean as a line; the room up to the largest value as a light band."""
-    panel.fill_between(time, mean, np.maximum(mean, most), color=color, alpha=0.25, linewidth=0, label="largest")
-    panel.plot(time, mean, color=color, linewidth=0.9, label="mean")
+    panel.fill_between(time, mean, np.maximum(mean, most), color=color, alpha=0.3, linewidth=0, label="largest")
+    panel.plot(time, mean, color=color, linewidth=1.0, label="mean")
 
 
 def _subtitle(summary: ReplaySummary) -> str:

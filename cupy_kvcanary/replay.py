@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .engine_model import Step
     from .traces import TraceRequest
 
-SERIES_POINTS = 2000
+SERIES_POINTS = 600
 """Most points of a series; longer replays are averaged into so many."""
 
 _STEP_RECORD = np.dtype(
@@ -216,7 +216,9 @@ def replay(
     options = options or ReplayOptions()
     check_positive("len(requests)", len(requests))
     if launch is None:
-        from . import launch_plan_offsets_kernel as launch
+        from . import launch_plan_offsets_kernel
+
+        launch = launch_plan_offsets_kernel
     sizes = derived_sizes(requests, options)
     config = EngineConfig(
         pool_slots=sizes.pool_slots,
@@ -238,9 +240,7 @@ def replay(
         for step in engine.steps():
             entries = run.plan(step)
             if on_step is not None:
-                on_step(
-                    ReplayProgress(run.num_steps, engine.finished, len(requests), step.num_requests, entries)
-                )
+                on_step(ReplayProgress(run.num_steps, engine.finished, len(requests), step.num_requests, entries))
         interrupted = False
     except KeyboardInterrupt:
         interrupted = True
@@ -250,9 +250,7 @@ def replay(
 class _Run:
     """One replay under way: plans steps and keeps a record of each."""
 
-    def __init__(
-        self, engine: EngineModel, options: ReplayOptions, sizes: Sizes, launch: Callable[..., None]
-    ) -> None:
+    def __init__(self, engine: EngineModel, options: ReplayOptions, sizes: Sizes, launch: Callable[..., None]) -> None:
         capacity = engine.req_pool_indices.size
         self._engine = engine
         self._options = options
@@ -335,18 +333,15 @@ class _Run:
         steps = np.diff(starts, append=records.size)
 
         def mean(values: NDArray[Any]) -> NDArray[np.float64]:
-            sums: NDArray[np.float64] = np.add.reduceat(values.astype(np.float64), starts) if starts.size else starts
+            sums: NDArray[np.float64] = np.add.reduceat(values.astype(np.float64), starts)
             return sums / steps
-
-        def largest(values: NDArray[Any]) -> NDArray[Any]:
-            return np.maximum.reduceat(values, starts) if starts.size else values
 
         return ReplaySeries(
             time_s=records["time_s"][starts],
             batch_mean=mean(records["batch"]),
-            batch_max=largest(records["batch"]),
+            batch_max=np.maximum.reduceat(records["batch"], starts),
             entries_mean=mean(records["entries"]),
-            entries_max=largest(records["entries"]),
+            entries_max=np.maximum.reduceat(records["entries"], starts),
             live_slots=mean(records["live_pages"]) * page_size,
             cached_slots=mean(records["cached_pages"]) * page_size,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -15,11 +14,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .catalogue import error
 from .checks import check_non_negative, check_positive
+from .constants import StatusBit
 from .plots import draw_replay, require_matplotlib
 from .replay import ReplayOptions, replay
 from .traces import generate_trace, read_trace
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator
 
     from .replay import ReplayProgress, ReplaySeries, ReplaySummary
@@ -40,7 +41,6 @@ def add_replay_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         help="run a serving trace through a simulated engine and plan every step",
         description="Run a serving trace through a simulated engine (continuous batching, paged pool, prefix sharing) "
         "and plan the offsets of every step. The exit status is 1 when --check finds a difference.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
         "trace",
@@ -49,26 +49,26 @@ def add_replay_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         help="Mooncake JSON lines or Azure CSV; left out: a generated trace like Mooncake's",
     )
     parser.add_argument(
-        "--requests", type=int, metavar="N", help=f"stop after N requests (generated: {GENERATED_REQUESTS} if absent)"
+        "--requests", type=int, metavar="N", help=f"stop after N requests (a generated trace has {GENERATED_REQUESTS})"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the generated trace")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the generated trace (%(default)s)")
     parser.add_argument("--check", action="store_true", help="compare every plan with a straight computation")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default=defaults.device, help="where the plans run"
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the plans run (auto: GPU if usable)"
     )
     parser.add_argument("--plot", metavar="FILE.png", help="draw batch size, planned entries and pool use over time")
     parser.add_argument("--json", metavar="FILE", help="write the numbers")
     engine = parser.add_argument_group("engine")
     for name, kind, text in (
-        ("speedup", float, "play arrivals this many times faster"),
-        ("step_ms", float, "milliseconds of a step on the trace's clock"),
-        ("chunk", int, "prompt tokens prefilled a step"),
-        ("page_size", int, "slots of a page; divides 512"),
-        ("max_running", int, "requests in a batch"),
-        ("window", int, "sliding window in tokens; 0: full attention"),
-        ("pool_slots", int, "slots for KV; left out: derived from the trace"),
-        ("window_pool_slots", int, "slots of the sliding-window pool; left out: derived"),
-        ("verify_capacity", int, "entries a plan can hold; left out: derived, seldom too small"),
+        ("speedup", float, "play arrivals this many times faster (%(default)s)"),
+        ("step_ms", float, "milliseconds of a step on the trace's clock (%(default)s)"),
+        ("chunk", int, "prompt tokens prefilled a step (%(default)s)"),
+        ("page_size", int, "slots of a page; divides 512 (%(default)s)"),
+        ("max_running", int, "requests in a batch (%(default)s)"),
+        ("window", int, "sliding window in tokens (%(default)s: full attention)"),
+        ("pool_slots", int, "slots for KV (derived from the trace)"),
+        ("window_pool_slots", int, "slots of the sliding-window pool (derived from the trace)"),
+        ("verify_capacity", int, "entries that a plan can hold (derived from the trace, seldom too small)"),
     ):
         engine.add_argument(
             f"--{name.replace('_', '-')}",
@@ -158,7 +158,9 @@ def _progress_bar(num_requests: int) -> Iterator[Callable[[ReplayProgress], None
         TextColumn("replay"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("requests, {task.fields[steps]:,} steps, batch {task.fields[batch]}, {task.fields[entries]:,} entries"),
+        TextColumn(
+            "requests, {task.fields[steps]:,} steps, batch {task.fields[batch]}, {task.fields[entries]:,} entries"
+        ),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
@@ -202,7 +204,7 @@ def _as_table(summary: ReplaySummary) -> str:
         "prompt tokens shared": f"{summary.shared_prefix_share:.1%}",
         "plan time a step": f"median {summary.plan_us_p50:.0f} us, p99 {summary.plan_us_p99:.0f} us",
         "wall time": f"{summary.wall_s:.1f} s",
-        "status bits": summary.status.name or "none" if summary.status else "none",
+        "status bits": ", ".join(str(bit.name) for bit in StatusBit if bit in summary.status) or "none",
         "differences": "not checked (--check)" if summary.differences is None else f"{summary.differences:,}",
     }
     width = max(len(name) for name in rows)

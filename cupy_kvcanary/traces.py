@@ -77,9 +77,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[TraceRequest]:
         last_s = request.arrival_s
         if not requests:
             start_s = last_s
-        requests.append(
-            TraceRequest(last_s - start_s, request.input_length, request.output_length, request.block_ids)
-        )
+        requests.append(TraceRequest(last_s - start_s, request.input_length, request.output_length, request.block_ids))
     if not requests:
         raise error("kv-canary-trace-must-not-be-empty", name=path, got="a header only")
     return requests

@@ -1,7 +1,7 @@
 """Runs the package's kernels on the CPU: compiled behind `host/cuda.h`, in a process of their own.
 
-    kernels = HostKernels("address")
-    kernels.run(launches, [HostArray(a.ctypes.data, a.nbytes, writable=True) for a in arrays])
+    with HostKernels("address") as kernels:
+        kernels.run(launches, [HostArray(a.ctypes.data, a.nbytes, writable=True, name="out") for a in arrays])
 
 Three flavours, one worker executable per kernel source and flavour, built once and kept in a cache folder:
 
@@ -66,19 +66,20 @@ class HostKernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class HostArray:
-    """Memory that pointers in the arguments of a launch point to the start of."""
+    """Memory that a launch may use. Pointers in the arguments are found by their value: the array's first byte."""
 
     address: int
     nbytes: int
     writable: bool
     name: str = "an array"
+    """For reports."""
 
     def read(self) -> bytes:
         return ctypes.string_at(self.address, self.nbytes)
 
 
 class HostKernels:
-    """Runs launches of any kernel in one flavour. Workers stay until `close`."""
+    """Runs launches of any kernel in one flavour. Its processes stay until `close` or the end of a `with` block."""
 
     def __init__(self, flavour: Flavour = "plain", source_of: SourceOf = joined_source) -> None:
         self._flavour = flavour

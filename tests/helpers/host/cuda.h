@@ -1,7 +1,7 @@
 // The part of CUDA C++ that kernels/*.cu use, for a C++20 compiler on the host.
 //
-// Kernel sources are compiled unchanged behind this header. A CUDA thread is a fiber (scheduler.cpp). Whatever waits for
-// other threads takes its caller's place as a default argument, so that a report names the line in the kernel.
+// Kernel sources are compiled unchanged behind this header. A CUDA thread is a fiber (scheduler.cpp). Whatever waits
+// for other threads takes its caller's place as a default argument, so that a report names the line in the kernel.
 #pragma once
 
 #include <concepts>
@@ -143,7 +143,8 @@ template <class T>
 HOST_INLINE T shuffle(const char *op, unsigned mask, T value, long long source, bool inside, Site at) {
     const std::uint64_t *values = exchange(op, mask, to_bits(value), at);
     if (!inside) return value;
-    if (!(mask >> source & 1)) fail(at, std::string(op) + " reads lane " + std::to_string(source) + ", not in its mask");
+    if (!(mask >> source & 1))
+        fail(at, std::string(op) + " reads lane " + std::to_string(source) + ", not in its mask");
     return from_bits<T>(values[source]);
 }
 

@@ -57,8 +57,8 @@ bool happens_before(const Access &a, const Access &b) {
 
 bool conflict(Kind a, Kind b) { return a != b || a == Kind::write; }
 
-// Two accesses of the same kind, bytes and barrier epoch, but of different blocks, conflict with whatever conflicts with
-// a third one; so do two of different warps within their block. Keeping more would cost quadratic time.
+// Accesses of one kind to the same bytes, none ordered before another: two of different blocks conflict with whatever
+// conflicts with a third; so do two of different warps of the third's block. Keeping more would cost quadratic time.
 bool redundant(const Word &word, const Access &access) {
     const Access *first = nullptr;
     for (const Access &old : word) {

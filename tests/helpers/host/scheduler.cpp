@@ -1,7 +1,7 @@
 // Runs the threads of a block as fibers of one OS thread, which switch only where a thread waits for others.
 //
-// Which of the ready fibers goes on is drawn from a seed, so that code which needs a missing barrier fails; when none is
-// ready and some still wait, the barrier or warp operation they wait in can never complete, and that is reported.
+// Which of the ready fibers goes on is drawn from a seed, so that code which needs a missing barrier fails; when none
+// is ready and some still wait, the barrier or warp operation they wait in can never complete, and that is reported.
 #include "host.h"
 
 #include <cstdio>
@@ -183,7 +183,9 @@ void meet(const char *op, unsigned mask, std::uint64_t value, Site at, bool orde
     const Fiber &self = fibers[running];
     bool in_warp = self.state == State::in_warp_operation;
     unsigned first = in_warp ? running / kWarpSize * kWarpSize : 0, end = in_warp ? first + kWarpSize : blockDim.x;
-    std::string text = std::string(self.op) + (in_warp ? "(" + hex(self.mask) + ")" : "") + " is not reached by all threads";
+    std::string text = self.op;
+    if (in_warp) text += "(" + hex(self.mask) + ")";
+    text += " is not reached by all threads";
     unsigned missing = 0;
     for (unsigned thread = first; thread < end; ++thread) {
         if (in_warp && !(self.mask >> (thread - first) & 1)) continue;
@@ -212,7 +214,7 @@ void run_block(Random &random) {
     if (returned < blockDim.x) fail_stuck();
 }
 
-// Shared memory starts undefined. Byte by byte: AddressSanitizer would object to a memset over the red zones in between.
+// Shared memory starts undefined. Byte by byte: AddressSanitizer would object to a memset over its red zones.
 void overwrite_shared(Random &random) {
     for (volatile char *byte = __start_kvc_shared; byte < __stop_kvc_shared; ++byte) *byte = random.next();
 }
