@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .errors import PREFIX, CatalogueEntry, KvCanaryError, KvCanaryRuntimeError
@@ -415,7 +416,7 @@ def find_entry(slug_or_message: str) -> CatalogueEntry:
     if not matching:
         raise error("kv-canary-slug-must-be-known", name="slug", got=repr(slug_or_message))
     # Where a message fits several patterns, the one with the most fixed text is its own.
-    return max(matching, key=lambda entry: len(entry.message))
+    return max(matching, key=lambda entry: len(re.sub(r"{\w+}", "", entry.message)))
 
 
 def as_markdown() -> str:

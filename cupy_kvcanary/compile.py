@@ -35,7 +35,12 @@ def kernel_handle(stem: str, entry: str, device_index: int) -> int:
             module = cupy.RawModule(code=joined_source(stem), options=_OPTIONS)
             kernel = module.get_function(entry)
             _kernels[key] = (kernel, kernel.kernel.ptr)
-        except (cupy.cuda.compiler.CompileException, cupy.cuda.driver.CUDADriverError, OSError) as reason:
+        except (
+            cupy.cuda.compiler.CompileException,
+            cupy.cuda.driver.CUDADriverError,
+            cupy.cuda.runtime.CUDARuntimeError,
+            OSError,
+        ) as reason:
             raise error(
                 "kv-canary-kernel-must-compile", name=entry, got=f"{type(reason).__name__}: {reason}"
             ) from reason

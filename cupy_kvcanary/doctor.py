@@ -47,7 +47,7 @@ def examine() -> Iterator[Finding]:
         yield Finding("GPU", f"not used, CPU arrays run on NumPy; {str(failure).splitlines()[1]}")
         return
     yield _examine_nvrtc(cupy)
-    yield _examine_cache(cupy)
+    yield _examine_cache()
     if not cupy.cuda.is_available():
         yield Finding("GPU", "none usable; CPU arrays run on NumPy")
         return
@@ -72,8 +72,8 @@ def _examine_nvrtc(cupy: ModuleType) -> Finding:
     return Finding("NVRTC", f"{version}, {', '.join(sorted(loaded)) or 'file unknown'}")
 
 
-def _examine_cache(cupy: ModuleType) -> Finding:
-    folder = Path(cupy.cuda.compiler.get_cache_dir()).expanduser()
+def _examine_cache() -> Finding:
+    folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()  # CuPy's documented rule
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if os.access(existing, os.W_OK):
         return Finding("cache", str(folder))

@@ -89,7 +89,7 @@ class CudaBackend:
             launches = operation.launches(**arguments)
             kernels = [kernel_handle(launch.stem, launch.entry, device.index) for launch in launches]
             for launch, kernel in zip(launches, kernels, strict=True):
-                _launch(cupy.cuda.driver, launch, kernel, handle)
+                launch_on_stream(cupy.cuda.driver, launch, kernel, handle)
 
     def allocate_zeros(self, length: int, dtype: str, like: ArrayView, stream: Any) -> Any:
         """See `Backend.allocate_zeros`."""
@@ -127,7 +127,8 @@ class _RawStream:
         return 0, self.handle
 
 
-def _launch(driver: Any, launch: Launch, kernel: int, stream: int) -> None:
+def launch_on_stream(driver: Any, launch: Launch, kernel: int, stream: int) -> None:
+    """Launch a compiled kernel on a stream, by their driver handles."""
     # The driver copies the parameters before it returns, so the array of pointers may be temporary.
     parameters = (ctypes.c_void_p * 1)(launch.args.ctypes.data)
     try:

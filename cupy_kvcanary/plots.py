@@ -40,7 +40,9 @@ def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: Repl
     for panel in panels:
         _style(panel)
         panel.yaxis.set_major_formatter(EngFormatter(sep=""))
-    time = series.time_s / 60
+    # Short replays in seconds.
+    unit, seconds = ("minutes", 60) if series.time_s[-1] > 180 else ("seconds", 1)
+    time = series.time_s / seconds
 
     _draw_band(panels[0], time, series.batch_mean, series.batch_max, _BLUE)
     panels[0].set_title("Batch size (requests)", **_TITLE)
@@ -60,7 +62,7 @@ def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: Repl
     )
     panels[2].set_title("Pool use (slots)", **_TITLE)
     panels[2].set_ylim(0, summary.pool_slots)
-    panels[2].set_xlabel("time on the engine's clock (minutes)")
+    panels[2].set_xlabel(f"time on the engine's clock ({unit})")
     if time.size > 1:
         panels[2].set_xlim(time[0], time[-1])
     for panel in panels:

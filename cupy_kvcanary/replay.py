@@ -206,7 +206,7 @@ def replay(
     requests : at least one, in order of arrival; from `read_trace` or `generate_trace`.
     options : sizes, speed, device and whether to check.
     launch : what plans a step, with the keywords of `launch_plan_offsets_kernel`, which it is by default.
-    on_step : called after every step.
+    on_step : called after every step, and once more at the end.
 
     Returns
     -------
@@ -236,11 +236,14 @@ def replay(
         raise error("kv-canary-replay-must-fit-in-memory", name="page table and pool", got=str(reason)) from reason
     run = _Run(engine, options, sizes, launch)
     started = time.perf_counter()
+    batch = entries = 0
     try:
         for step in engine.steps():
-            entries = run.plan(step)
+            batch, entries = step.num_requests, run.plan(step)
             if on_step is not None:
-                on_step(ReplayProgress(run.num_steps, engine.finished, len(requests), step.num_requests, entries))
+                on_step(ReplayProgress(run.num_steps, engine.finished, len(requests), batch, entries))
+        if on_step is not None:  # the last step's requests are finished by now
+            on_step(ReplayProgress(run.num_steps, engine.finished, len(requests), batch, entries))
         interrupted = False
     except KeyboardInterrupt:
         interrupted = True

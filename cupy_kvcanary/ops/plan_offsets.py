@@ -415,7 +415,7 @@ def _check_and_run(
     arguments: dict[str, Any] = {name: views.get(name) for name in _OPTIONAL_ARRAYS}
     arguments |= views
     arguments |= {"swa_window_size": swa_window_size, "verify_capacity": verify_capacity, "bs": bs}
-    BACKENDS[views["req_pool_indices"].device.type].run(_OPERATION, arguments, stream)
+    BACKENDS[views["req_pool_indices"].device.type].run(OPERATION, arguments, stream)
 
 
 def _launches(
@@ -472,4 +472,4 @@ def _launches(
     ]
 
 
-_OPERATION = Operation(reference, _launches)
+OPERATION = Operation(reference, _launches)

@@ -63,7 +63,7 @@ def _no_gpu() -> Iterator[None]:
 
     runtime = SimpleNamespace(getDeviceCount=get_device_count, CUDARuntimeError=CUDARuntimeError)
     cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
-    with mock.patch.object(replay_device, "import_cupy", lambda: cupy):
+    with mock.patch.object(replay_device, "import_cupy", return_value=cupy):
         yield
 
 

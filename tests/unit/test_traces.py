@@ -41,13 +41,14 @@ def test_formats_are_told_apart_by_content(tmp_path: Path, name: str, mangled: C
     trace.write_bytes(mangled(AZURE))
     first, second = read_trace(trace)
     assert first == TraceRequest(0.0, 374, 44)
-    assert (second.arrival_s, second.input_length, second.output_length) == (pytest.approx(4.25), 396, 109)
+    assert second.arrival_s == pytest.approx(4.25)
+    assert (second.input_length, second.output_length) == (396, 109)
 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (MOONCAKE + b'\n{"timestamp": 4000, "inp', ":3 must be a JSON object, got '{\"timestamp\": 4000, \"inp'"),
+        (MOONCAKE + b'\n{"timestamp": 4000, "inp', ':3 must be a JSON object, got \'{"timestamp": 4000, "inp\''),
         (MOONCAKE + b"\n[1, 2]", ":3 must be a JSON object, got '[1, 2]'"),
         (MOONCAKE.replace(b'"output_length": 0', b'"output": 0'), ":2 must have the field output_length, got ["),
         (MOONCAKE.replace(b"20", b"-20"), ":2 must give input_length as a whole number in [1, 4194304], got -20"),
