@@ -14,6 +14,31 @@ REQ_POOL_IDX_PADDING: Final = 0
 TOKEN_TO_KV_SLOT_PADDING: Final = 0
 """Slot 0 takes the dummy writes of padded tokens."""
 
+CANARY_CHAIN_ANCHOR: Final = 0xC0FFEE1234567890
+"""Head of every chain; its splitmix64 is the hash that a first record carries."""
+
+AFFINE_MULTIPLIER: Final = 0x9E3779B97F4A7C15
+"""Odd factor of the affine chain (2**64 over the golden ratio)."""
+
+CANARY_FIELDS_PER_SLOT: Final = 4
+"""int64 fields of a record: token, position, prev_hash, real_kv_hash."""
+
+CANARY_SLOT_BYTES: Final = 32
+"""Smallest record stride; the stride is `canary_buf.shape[1]`, a multiple of 8."""
+
+VIOLATION_FIELDS: Final = 8
+"""int64 fields of a violation row: kernel_kind, slot_idx, position, stored_token, expected_token, stored_chain_hash,
+expected_aux, fail_reason_bits."""
+
+MAX_REAL_KV_SOURCES: Final = 4
+"""Real-KV sources of one buffer."""
+
+MAX_BUFFERS: Final = 12
+"""Canary buffers of one launch: one for each `CanaryLaunchTag`."""
+
+REAL_KV_ALIGNMENT: Final = 16
+"""Bytes that a source's base address, row stride and sizes are multiples of."""
+
 INT32_MAX: Final = 2**31 - 1
 
 # Launch geometry of the offsets kernels, in threads a block; measured (docs/performance.md).
@@ -30,3 +55,47 @@ class StatusBit(enum.IntFlag):
     REQUEST_ROW_OUT_OF_RANGE = 1
     PREFIX_LEN_OUT_OF_RANGE = 2
     SLOT_OUT_OF_MAPPING = 4
+    WRITE_OFFSETS_INVALID = 8
+    SCATTER_OUT_OF_RANGE = 16
+
+
+class FailReason(enum.IntFlag):
+    """Why a violation was recorded (its `fail_reason_bits`)."""
+
+    VERIFY_CHAIN_HASH = 1
+    VERIFY_POSITION = 2
+    VERIFY_REAL_KV_HASH = 4
+    WRITE_TOKEN = 8
+    WRITE_POSITION = 16
+    VERIFY_TOKEN = 32
+    VERIFY_SLOT_OUT_OF_RANGE = 64
+    PREDECESSOR_OUT_OF_RANGE = 128
+    WRITE_SLOT_OUT_OF_RANGE = 256
+    PAGE_TABLE_HOLE = 512
+
+
+class RealKvHashMode(enum.IntEnum):
+    """How many bytes of a slot's real KV are hashed into its record."""
+
+    NONE = 0
+    PARTIAL = 1
+    """16 bytes of each source."""
+    ALL = 2
+    """`read_bytes` of each source."""
+
+
+class CanaryLaunchTag(enum.IntEnum):
+    """Which buffer a launch is about: head or tail of the step or the sweep, K or V, full or sliding-window pool."""
+
+    HEAD_K_FULL = 0
+    HEAD_V_FULL = 1
+    TAIL_K_FULL = 2
+    TAIL_V_FULL = 3
+    SWEEP_K_FULL = 4
+    SWEEP_V_FULL = 5
+    HEAD_K_SWA = 6
+    HEAD_V_SWA = 7
+    TAIL_K_SWA = 8
+    TAIL_V_SWA = 9
+    SWEEP_K_SWA = 10
+    SWEEP_V_SWA = 11

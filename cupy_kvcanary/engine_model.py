@@ -105,10 +105,10 @@ class EngineModel:
         rows = config.max_running + 1
         capacity = -(-config.max_running // BATCH_MULTIPLE) * BATCH_MULTIPLE
         self.req_to_token = np.zeros((rows, self._columns * page_size), np.int32)
-        self.req_pool_indices = np.zeros(capacity, np.int64)
         # Padding requests keep stale lengths; the first ones are as bad as they get.
-        self.prefix_lens = np.full(capacity, -(2**62))
-        self.extend_seq_lens = np.full(capacity, 2**62)
+        self.batch = np.repeat(np.array([[REQ_POOL_IDX_PADDING], [-(2**62)], [2**62]]), capacity, axis=1)
+        """int64[3, capacity]: the step's `req_pool_indices`, `prefix_lens` and `extend_seq_lens`."""
+        self.req_pool_indices, self.prefix_lens, self.extend_seq_lens = self.batch
         self._table_pages = self.req_to_token.reshape(-1, page_size)
         self._within = np.arange(page_size)
         self._changed_table_pages: list[NDArray[np.int64]] = []

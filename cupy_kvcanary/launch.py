@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +14,9 @@ from .catalogue import error
 from .compile import import_cupy, kernel_handle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
+    from .arrays import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,37 @@ class Operation:
     """The NumPy twin; takes NumPy arrays."""
     launches: Callable[..., list[Launch]]
     """The kernel launches, in order; takes array views."""
+    outputs: frozenset[str]
+    """Names of the arrays that are written in place, those inside of structures included."""
+
+
+def named_views(name: str, value: Any) -> Iterator[tuple[str, ArrayView]]:
+    """Every array view in an argument, by argument or field name."""
+    if isinstance(value, ArrayView):
+        yield name, value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from named_views(name, item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from named_views(field.name, getattr(value, field.name))
+
+
+def all_views(arguments: Mapping[str, Any]) -> list[tuple[str, ArrayView]]:
+    """Every array view in an operation's arguments, by argument or field name."""
+    return [found for name, value in arguments.items() for found in named_views(name, value)]
+
+
+def _with_numpy(value: Any) -> Any:
+    """The argument with NumPy arrays in place of its views."""
+    if isinstance(value, ArrayView):
+        return value.as_numpy()
+    if isinstance(value, tuple):
+        return tuple(_with_numpy(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: _with_numpy(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
 
 
 def ceil_div(dividend: int, divisor: int) -> int:
@@ -49,10 +83,13 @@ class Backend(Protocol):
     def run(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
         """Run in place; `arguments` has array views, None and ints by the launcher's keyword names."""
 
-    def allocate_zeros(self, length: int, dtype: str, like: ArrayView, stream: Any) -> Any:
-        """A new array on the device of `like`, for results that are computed on `stream`."""
+    def allocate_zeros(self, shape: Any, dtype: str, device: Device, stream: Any) -> Any:
+        """A new array for results that are computed on `stream`."""
 
-    def hand_over(self, like: ArrayView, stream: Any) -> None:
+    def callers_stream(self, views: list[ArrayView], stream: Any) -> Any:
+        """`stream`, or the current stream of the arrays' library where it is None."""
+
+    def hand_over(self, device: Device, stream: Any) -> None:
         """Order the results computed on `stream` before what their own library does next."""
 
 
@@ -63,15 +100,17 @@ class NumpyBackend:
         """See `Backend.run`."""
         if stream is not None:
             raise error("kv-canary-stream-must-be-none-for-cpu-arrays", name="stream", got=type(stream).__name__)
-        operation.reference(
-            **{name: value.as_numpy() if isinstance(value, ArrayView) else value for name, value in arguments.items()}
-        )
+        operation.reference(**{name: _with_numpy(value) for name, value in arguments.items()})
 
-    def allocate_zeros(self, length: int, dtype: str, like: ArrayView, stream: Any) -> Any:
+    def allocate_zeros(self, shape: Any, dtype: str, device: Device, stream: Any) -> Any:
         """See `Backend.allocate_zeros`."""
-        return np.zeros(length, dtype)
+        return np.zeros(shape, dtype)
 
-    def hand_over(self, like: ArrayView, stream: Any) -> None:
+    def callers_stream(self, views: list[ArrayView], stream: Any) -> Any:
+        """See `Backend.callers_stream`; host memory has none."""
+        return stream
+
+    def hand_over(self, device: Device, stream: Any) -> None:
         """Nothing to do: the results are there when `run` returns."""
 
 
@@ -81,38 +120,43 @@ class CudaBackend:
     def run(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
         """See `Backend.run`."""
         cupy = import_cupy()
-        views = [value for value in arguments.values() if isinstance(value, ArrayView)]
+        views = [view for _, view in all_views(arguments)]
         device = views[0].device
         with cupy.cuda.Device(device.index):
-            handle = _stream_of(cupy, views, stream)
+            handle = self._handle(cupy, views, stream)
             # Every kernel is at hand before the first is launched: outputs stay untouched if one does not compile.
             launches = operation.launches(**arguments)
             kernels = [kernel_handle(launch.stem, launch.entry, device.index) for launch in launches]
             for launch, kernel in zip(launches, kernels, strict=True):
                 launch_on_stream(cupy.cuda.driver, launch, kernel, handle)
 
-    def allocate_zeros(self, length: int, dtype: str, like: ArrayView, stream: Any) -> Any:
+    def allocate_zeros(self, shape: Any, dtype: str, device: Device, stream: Any) -> Any:
         """See `Backend.allocate_zeros`."""
         cupy = import_cupy()
         # CuPy's pool reuses memory in the order of the stream that was current at the allocation.
-        with cupy.cuda.Device(like.device.index), _as_cupy_stream(cupy, _stream_of(cupy, [like], stream)):
-            return cupy.zeros(length, dtype)
+        with cupy.cuda.Device(device.index), _as_cupy_stream(cupy, self._handle(cupy, [], stream)):
+            return cupy.zeros(shape, dtype)
 
-    def hand_over(self, like: ArrayView, stream: Any) -> None:
+    def callers_stream(self, views: list[ArrayView], stream: Any) -> int:
+        """See `Backend.callers_stream`; as a handle."""
+        cupy = import_cupy()
+        with cupy.cuda.Device(views[0].device.index):
+            return self._handle(cupy, views, stream)
+
+    def hand_over(self, device: Device, stream: Any) -> None:
         """CuPy's current stream waits for the launch, where that was on another stream."""
         cupy = import_cupy()
-        with cupy.cuda.Device(like.device.index):
-            current, handle = cupy.cuda.get_current_stream(), _stream_of(cupy, [like], stream)
+        with cupy.cuda.Device(device.index):
+            current, handle = cupy.cuda.get_current_stream(), self._handle(cupy, [], stream)
             if handle != current.ptr:
                 current.wait_event(_as_cupy_stream(cupy, handle).record())
 
-
-def _stream_of(cupy: Any, views: list[ArrayView], stream: Any) -> int:
-    """Handle of the stream to launch on. The arrays' device is current."""
-    if stream is not None:
-        return stream_handle(stream)
-    handle = callers_stream(views)
-    return int(cupy.cuda.get_current_stream().ptr) if handle is None else handle
+    def _handle(self, cupy: Any, views: list[ArrayView], stream: Any) -> int:
+        """Handle of the stream to launch on. The arrays' device is current."""
+        if stream is not None:
+            return stream_handle(stream)
+        handle = callers_stream(views)
+        return int(cupy.cuda.get_current_stream().ptr) if handle is None else handle
 
 
 def _as_cupy_stream(cupy: Any, handle: int) -> Any:

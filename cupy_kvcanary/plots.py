@@ -31,7 +31,7 @@ def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: Repl
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     # No pyplot: it keeps global state and may choose a backend that wants a display.
     figure = Figure(figsize=(11, 8), dpi=130, layout="constrained", facecolor="white")
@@ -40,6 +40,7 @@ def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: Repl
     for panel in panels:
         _style(panel)
         panel.yaxis.set_major_formatter(EngFormatter(sep=""))
+        panel.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     # Short replays in seconds.
     unit, seconds = ("minutes", 60) if series.time_s[-1] > 180 else ("seconds", 1)
     time = series.time_s / seconds

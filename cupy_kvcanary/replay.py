@@ -216,7 +216,7 @@ def replay(
     options = options or ReplayOptions()
     check_positive("len(requests)", len(requests))
     if launch is None:
-        from . import launch_plan_offsets_kernel
+        from .ops.plan_offsets import launch_plan_offsets_kernel
 
         launch = launch_plan_offsets_kernel
     sizes = derived_sizes(requests, options)

@@ -62,16 +62,16 @@ def _usable_cupy() -> ModuleType:
     raise error("kv-canary-gpu-must-be-usable", name="device", got=reason)
 
 
-def _allocate_outputs(xp: Any, engine: EngineModel, bs_block_size: int) -> PlanOutputs:
-    capacity = engine.req_pool_indices.size
-    return PlanOutputs(
-        verify_offsets_scratch=xp.full(bs_block_size + 1, -1, "int64"),
-        write_offsets=xp.full(capacity + 1, -1, "int64"),
-        write_seed_slot_indices=xp.full(capacity, -1, "int64"),
-        verify_num_valid=xp.full(1, -1, "int32"),
-        verify_enable=xp.full(1, -1, "int32"),
-        write_num_valid_reqs=xp.full(1, -1, "int32"),
-    )
+def _outputs_in(block: Any, capacity: int, bs_block_size: int) -> PlanOutputs:
+    """The outputs as parts of one int64 array (NumPy or CuPy), so that one copy reads them all."""
+    lengths = [bs_block_size + 1, capacity + 1, capacity, 1, 1, 1]
+    ends = np.cumsum(lengths).tolist()
+    parts = [block[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    return PlanOutputs(*parts[:3], *(part.view("int32")[:1] for part in parts[3:]))
+
+
+def _output_block(xp: Any, capacity: int, bs_block_size: int) -> Any:
+    return xp.full(bs_block_size + 1 + capacity + 1 + capacity + 3, -1, "int64")
 
 
 class CpuDevice:
@@ -80,7 +80,8 @@ class CpuDevice:
     name = "cpu"
 
     def __init__(self, engine: EngineModel, bs_block_size: int) -> None:
-        self._outputs = _allocate_outputs(np, engine, bs_block_size)
+        capacity = engine.req_pool_indices.size
+        self._outputs = _outputs_in(_output_block(np, capacity, bs_block_size), capacity, bs_block_size)
         self._status = np.zeros(1, np.int32)
         window = engine.pool.window
         self.arguments = {
@@ -116,23 +117,25 @@ class CudaDevice:
     def __init__(self, engine: EngineModel, bs_block_size: int, cupy: ModuleType) -> None:
         self._cupy = cupy
         self._engine = engine
-        self._outputs = _allocate_outputs(cupy, engine, bs_block_size)
+        self._sizes = engine.req_pool_indices.size, bs_block_size
+        self._block = _output_block(cupy, *self._sizes)
+        outputs = _outputs_in(self._block, *self._sizes)
+        self._batch = cupy.zeros(engine.batch.shape, "int64")
         self._status = cupy.zeros(1, "int32")
         window = engine.pool.window
         self.arguments = {
-            "req_pool_indices": cupy.zeros(engine.req_pool_indices.shape, "int64"),
-            "prefix_lens": cupy.zeros(engine.prefix_lens.shape, "int64"),
-            "extend_seq_lens": cupy.zeros(engine.extend_seq_lens.shape, "int64"),
+            "req_pool_indices": self._batch[0],
+            "prefix_lens": self._batch[1],
+            "extend_seq_lens": self._batch[2],
             "req_to_token": cupy.zeros(engine.req_to_token.shape, "int32"),
             "full_to_swa_index_mapping": None if window is None else cupy.zeros(window.mapping.shape, "int64"),
-            **{f"out_{name}": array for name, array in self._outputs._asdict().items()},
+            **{f"out_{name}": array for name, array in outputs._asdict().items()},
             "out_status": self._status,
         }
 
     def load(self, step: Step) -> None:
         """Copy the batch and the changed pages."""
-        for name in ("req_pool_indices", "prefix_lens", "extend_seq_lens"):
-            self.arguments[name][: step.bs].set(getattr(step, name)[: step.bs])
+        self._batch.set(self._engine.batch)
         self._copy_pages("req_to_token", step.req_to_token, self._engine.changed_table_pages())
         if step.full_to_swa_index_mapping is not None:
             changed = self._engine.changed_mapping_pages()
@@ -145,7 +148,7 @@ class CudaDevice:
 
     def read_outputs(self) -> PlanOutputs:
         """See `ReplayDevice.read_outputs`."""
-        return PlanOutputs(*(array.get() for array in self._outputs))
+        return _outputs_in(self._block.get(), *self._sizes)
 
     def read_status(self) -> int:
         """See `ReplayDevice.read_status`."""

@@ -16,13 +16,23 @@ _PACKAGE = Path(__file__).resolve().parent
 # Inside the package where it was installed, beside it in a checkout or an editable installation.
 _FOLDERS = (_PACKAGE / "kernels", _PACKAGE.parent / "kernels")
 
+# C++ type and name of each constant that the kernels use.
 _INJECTED = (
-    "REQ_POOL_IDX_PADDING",
-    "PLAN_OFFSETS_SINGLE_THREADS",
-    "PLAN_OFFSETS_TILE_THREADS",
-    "PLAN_OFFSETS_SCAN_THREADS",
-    "PLAN_OFFSETS_TILE",
+    ("int", "REQ_POOL_IDX_PADDING"),
+    ("int", "TOKEN_TO_KV_SLOT_PADDING"),
+    ("unsigned long long", "CANARY_CHAIN_ANCHOR"),
+    ("unsigned long long", "AFFINE_MULTIPLIER"),
+    ("int", "VIOLATION_FIELDS"),
+    ("int", "MAX_REAL_KV_SOURCES"),
+    ("int", "MAX_BUFFERS"),
+    ("int", "INT32_MAX"),
+    ("int", "PLAN_OFFSETS_SINGLE_THREADS"),
+    ("int", "PLAN_OFFSETS_TILE_THREADS"),
+    ("int", "PLAN_OFFSETS_SCAN_THREADS"),
+    ("int", "PLAN_OFFSETS_TILE"),
 )
+
+_SUFFIX = {"int": "", "unsigned long long": "ull"}
 
 STEMS = ("plan_offsets",)
 """The kernels, one `kernels/<stem>.cu` each."""
@@ -34,8 +44,12 @@ def _camel_case(name: str) -> str:
 
 def prelude() -> str:
     """The constants of the contract as C++ definitions."""
-    lines = [f"constexpr int k{_camel_case(name)} = {getattr(constants, name)};" for name in _INJECTED]
-    lines += [f"constexpr int kStatus{_camel_case(bit.name or '')} = {bit.value};" for bit in constants.StatusBit]
+    lines = [
+        f"constexpr {kind} k{_camel_case(name)} = {getattr(constants, name)}{_SUFFIX[kind]};"
+        for kind, name in _INJECTED
+    ]
+    for prefix, bits in (("Status", constants.StatusBit), ("Fail", constants.FailReason)):
+        lines += [f"constexpr int k{prefix}{_camel_case(bit.name or '')} = {bit.value};" for bit in bits]
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ struct PlanOffsetsArgs {
   IndexArray req_pool_indices;
   IndexArray prefix_lens;
   IndexArray extend_seq_lens;
-  IndexArray req_to_token;
+  PageTable page_table;
   IndexArray full_to_swa_index_mapping;
   i64* out_verify_offsets_scratch;
   i64* out_write_offsets;
@@ -18,9 +18,6 @@ struct PlanOffsetsArgs {
   int* out_write_num_valid_reqs;
   int* out_status;
   i64 bs;
-  i64 max_reqs;
-  i64 max_seq_len;
-  i64 req_to_token_stride0;
   i64 lut_len;
   i64 swa_window_size;
   i64 verify_capacity;
@@ -40,30 +37,22 @@ struct Lens {
 };
 
 struct Request {
-  i64 row;  // kReqPoolIdxPadding: contributes nothing
-  i64 prefix_len;
+  ReadRange range;
   Lens lens;
 };
 
 __device__ __forceinline__ Request load_request(const PlanOffsetsArgs& args, i64 r, int& status) {
-  i64 row = args.req_pool_indices[r];
-  i64 prefix_len = args.prefix_lens[r];
+  const i64 row = args.req_pool_indices[r];
+  const i64 prefix_len = args.prefix_lens[r];
   const i64 extend_seq_len = args.extend_seq_lens[r];
-  if (row < 0 || row >= args.max_reqs) {
-    status |= kStatusRequestRowOutOfRange;
-    row = kReqPoolIdxPadding;
-  }
-  if (row == kReqPoolIdxPadding) return {row, 0, {0, 0}};
-  if (prefix_len > args.max_seq_len) status |= kStatusPrefixLenOutOfRange;
-  prefix_len = clamp(prefix_len, 0, args.max_seq_len);
-  const i64 window = args.swa_window_size;
-  const i64 verify_len = window > 0 && prefix_len > window ? window : prefix_len;
-  return {row, prefix_len, {static_cast<u64>(verify_len), static_cast<u64>(extend_seq_len > 0 ? extend_seq_len : 0)}};
+  const ReadRange range = read_range(args.page_table, row, prefix_len, args.swa_window_size, status);
+  const i64 write_len = range.is_active && extend_seq_len > 0 ? extend_seq_len : 0;
+  return {range, {static_cast<u64>(range.prefix_len - range.window_start), static_cast<u64>(write_len)}};
 }
 
 __device__ __forceinline__ i64 load_seed(const PlanOffsetsArgs& args, const Request& request, int& status) {
-  if (request.prefix_len == 0 || request.lens.write == 0) return -1;
-  const i64 slot = args.req_to_token[request.row * args.req_to_token_stride0 + request.prefix_len - 1];
+  if (request.range.prefix_len == 0 || request.lens.write == 0) return -1;
+  const i64 slot = args.page_table.slot(request.range.row, request.range.prefix_len - 1);
   return map_to_swa(slot, args.full_to_swa_index_mapping, args.lut_len, status);
 }
 
@@ -132,7 +121,7 @@ __device__ __forceinline__ Lens from_last_thread(const Lens& value) {
 template <int kThreads>
 __device__ __forceinline__ Lens plan_row(const PlanOffsetsArgs& args, i64 r, Lens carry, Lens warp_before) {
   int status = 0;
-  Request request = {kReqPoolIdxPadding, 0, {0, 0}};
+  Request request = {};
   if (r < args.bs) request = load_request(args, r, status);
   const i64 seed = load_seed(args, request, status);  // its latency hides behind the scan
   const Lens inclusive = warp_inclusive_scan(request.lens, threadIdx.x % kWarpSize);
@@ -148,11 +137,12 @@ __device__ __forceinline__ Lens plan_row(const PlanOffsetsArgs& args, i64 r, Len
   return end;
 }
 
-// Sum over this warp's share of the requests in [begin, end), in every lane.
+// Sum over this warp's share of the requests in [begin, end), in every lane; kInFlight requests a thread at once.
+template <int kInFlight>
 __device__ __forceinline__ Lens sum_requests(const PlanOffsetsArgs& args, i64 begin, i64 end) {
   Lens sum = {0, 0};
   int ignored_status = 0;  // the tile that owns the request reports it
-#pragma unroll 4
+#pragma unroll kInFlight
   for (i64 r = begin + threadIdx.x; r < end; r += blockDim.x) sum = sum + load_request(args, r, ignored_status).lens;
   return warp_sum<kWarpSize>(sum);
 }
@@ -165,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(kPlanOffsetsSingleThreads) kvc_plan
   }
   const i64 begin = static_cast<i64>(blockIdx.x) * blockDim.x;
   Lens before = {0, 0};
-  if (begin > 0) before = sum_requests(args, 0, begin);
+  if (begin > 0) before = sum_requests<4>(args, 0, begin);
   plan_row<kPlanOffsetsSingleThreads>(args, begin + threadIdx.x, {0, 0}, before);
 }
 
@@ -174,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(kPlanOffsetsTileThreads)
     kvc_plan_offsets_tile_sums(const PlanOffsetsArgs args) {
   const i64 begin = static_cast<i64>(blockIdx.x) * kPlanOffsetsTile;
   const i64 end = clamp(begin + kPlanOffsetsTile, 0, args.bs);
-  const Lens sum = sum_before_warp<kPlanOffsetsTileThreads>({0, 0}, sum_requests(args, begin, end));
+  const Lens sum = sum_before_warp<kPlanOffsetsTileThreads>({0, 0}, sum_requests<2>(args, begin, end));
   if (threadIdx.x == 0) {
     args.out_verify_offsets_scratch[begin] = static_cast<i64>(sum.verify);
     args.out_write_offsets[begin] = static_cast<i64>(sum.write);

@@ -36,22 +36,30 @@ from ..constants import (
     PLAN_OFFSETS_TILE_THREADS,
     StatusBit,
 )
-from ..launch import BACKENDS, Launch, Operation, ceil_div
+from ..launch import BACKENDS, Launch, Operation, ceil_div, named_views
+from ..page_tables import (
+    PAGE_TABLE_ARGS,
+    BlockTable,
+    PageList,
+    PageTableView,
+    index_array_args,
+    page_table_args,
+    view_paged_table,
+    view_slot_table,
+)
 from ..reference.plan_offsets import plan_offsets as reference
 
 PLAN_OFFSETS_ARGS = np.dtype(
     [
-        *(
-            field
-            for name in (
-                "req_pool_indices",
-                "prefix_lens",
-                "extend_seq_lens",
-                "req_to_token",
-                "full_to_swa_index_mapping",
-            )
-            for field in ((name, np.uint64), (f"{name}_is_int64", np.int64))
-        ),
+        ("req_pool_indices", np.uint64),
+        ("req_pool_indices_is_int64", np.int64),
+        ("prefix_lens", np.uint64),
+        ("prefix_lens_is_int64", np.int64),
+        ("extend_seq_lens", np.uint64),
+        ("extend_seq_lens_is_int64", np.int64),
+        ("page_table", PAGE_TABLE_ARGS),
+        ("full_to_swa_index_mapping", np.uint64),
+        ("full_to_swa_index_mapping_is_int64", np.int64),
         ("out_verify_offsets_scratch", np.uint64),
         ("out_write_offsets", np.uint64),
         ("out_write_seed_slot_indices", np.uint64),
@@ -60,9 +68,6 @@ PLAN_OFFSETS_ARGS = np.dtype(
         ("out_write_num_valid_reqs", np.uint64),
         ("out_status", np.uint64),
         ("bs", np.int64),
-        ("max_reqs", np.int64),
-        ("max_seq_len", np.int64),
-        ("req_to_token_stride0", np.int64),
         ("lut_len", np.int64),
         ("swa_window_size", np.int64),
         ("verify_capacity", np.int64),
@@ -184,7 +189,8 @@ def launch_plan_offsets_kernel(
     Parameters
     ----------
     req_pool_indices, prefix_lens, extend_seq_lens : int64[bs], device, read; longer is allowed where `bs` is given.
-    req_to_token : int32[max_reqs, max_seq_len], device, read: slot of each request row and position.
+    req_to_token : int32[max_reqs, max_seq_len], device, read: slot of each request row and position. A `BlockTable` or
+        a `PageList` goes in its place; their rows have no padding row.
     full_to_swa_index_mapping : int64[lut_len] or None, device, read: sliding-window slot of each full slot.
     out_verify_offsets_scratch : int64[>= bs_block_size + 1], device; [0..bs] written, the rest untouched.
     out_write_offsets : int64[write_req_capacity + 1], device; [0..bs] written, the rest untouched.
@@ -225,6 +231,7 @@ def launch_plan_offsets_kernel(
         "out_write_num_valid_reqs": out_write_num_valid_reqs,
         "out_status": out_status,
     }
+    paged = _take_paged_table(named)
     views = _view_arrays(named)
     for name, view in views.items():
         check_contiguous(name, view)
@@ -232,6 +239,7 @@ def launch_plan_offsets_kernel(
         check_dtype(name, view, INT32 if name in _INT32_ARRAYS else INT64)
     _check_and_run(
         views,
+        paged,
         bs=bs,
         bs_block_size=bs_block_size,
         swa_window_size=swa_window_size,
@@ -259,7 +267,8 @@ def plan_offsets(
     Parameters
     ----------
     req_pool_indices, prefix_lens, extend_seq_lens : int32 or int64 [bs], contiguous, or lists of ints.
-    req_to_token : int32 or int64 [max_reqs, max_seq_len]; rows are contiguous and any positive distance apart.
+    req_to_token : int32 or int64 [max_reqs, max_seq_len]; rows are contiguous and any positive distance apart. A
+        `BlockTable` or a `PageList` goes in its place; their rows have no padding row.
     swa_window_size : tokens that a sliding-window group still reads; 0 for full attention.
     full_to_swa_index_mapping : int32 or int64 [lut_len], contiguous, or None.
     verify_capacity : entries that the verify plan can hold; None for the most that an int32 can count.
@@ -284,6 +293,7 @@ def plan_offsets(
         "req_to_token": req_to_token,
         "full_to_swa_index_mapping": full_to_swa_index_mapping,
     }
+    paged = _take_paged_table(inputs)
     views = _view_arrays({name: _array_of_list(value) for name, value in inputs.items()})
     for name, view in views.items():
         if name == "req_to_token":
@@ -297,10 +307,11 @@ def plan_offsets(
     check_non_negative("write_req_capacity", capacity)
 
     # Two buffers, cut into the outputs: two allocations and two fills instead of seven.
-    like = views["req_pool_indices"]
-    backend = BACKENDS[like.device.type]
-    offsets = backend.allocate_zeros((bs + 1) + (capacity + 1) + capacity, "int64", like, stream)
-    scalars = backend.allocate_zeros(4, "int32", like, stream)
+    device = views["req_pool_indices"].device
+    backend = BACKENDS[device.type]
+    stream = backend.callers_stream(list(views.values()), stream)
+    offsets = backend.allocate_zeros((bs + 1) + (capacity + 1) + capacity, "int64", device, stream)
+    scalars = backend.allocate_zeros(4, "int32", device, stream)
     plan = OffsetsPlan(
         verify_offsets=offsets[: bs + 1],
         write_offsets=offsets[bs + 1 : bs + capacity + 2],
@@ -323,13 +334,14 @@ def plan_offsets(
     )
     _check_and_run(
         views,
+        paged,
         bs=None,
         bs_block_size=bs,
         swa_window_size=swa_window_size,
         verify_capacity=INT32_MAX if verify_capacity is None else verify_capacity,
         stream=stream,
     )
-    backend.hand_over(like, stream)
+    backend.hand_over(device, stream)
     return plan
 
 
@@ -348,6 +360,13 @@ def _view_arrays(named: dict[str, Any]) -> dict[str, ArrayView]:
     }
 
 
+def _take_paged_table(named: dict[str, Any]) -> PageTableView | None:
+    """Remove a block table or page list from the arrays by name; its view. None for a table of slots."""
+    if not isinstance(named["req_to_token"], (BlockTable, PageList)):
+        return None
+    return view_paged_table(named.pop("req_to_token"))
+
+
 def _array_of_list(value: Any) -> Any:
     if not isinstance(value, (list, tuple)):
         return value
@@ -357,6 +376,7 @@ def _array_of_list(value: Any) -> Any:
 
 def _check_and_run(
     views: dict[str, ArrayView],
+    paged: PageTableView | None,
     *,
     bs: int | None,
     bs_block_size: int,
@@ -380,9 +400,8 @@ def _check_and_run(
     check_positive("write_offsets_len", write_offsets_len)
     check_non_negative("verify_capacity", verify_capacity)
     check_fits_int32("verify_capacity", verify_capacity)
-    table = views["req_to_token"]
-    if len(table.shape) == 2:
-        check_positive("req_to_token_stride0", table.row_stride)
+    if paged is None and len(views["req_to_token"].shape) == 2:
+        check_positive("req_to_token_stride0", views["req_to_token"].row_stride)
     if mapping is not None and mapping.size == 0:
         raise error("kv-canary-lut-len-must-be-positive", name="full_to_swa_index_mapping", got=0)
     check_non_negative("swa_window_size", swa_window_size)
@@ -406,15 +425,22 @@ def _check_and_run(
         )
     if bs > write_req_capacity:
         raise error("kv-canary-bs-exceeds-write-req-capacity", name="bs", got=bs, write_req_capacity=write_req_capacity)
-    check_one_device(views)
-    outputs = [name for name in views if name.startswith("out_")]
+    page_table = view_slot_table(views["req_to_token"]) if paged is None else paged
+    memory = views | dict(named_views("page_table", page_table))
+    check_one_device(memory)
+    outputs = [name for name in views if name in OPERATION.outputs]
     for name in outputs:
         check_writable(name, views[name])
-    check_no_overlap(views, outputs)
+    check_no_overlap(memory, outputs)
 
     arguments: dict[str, Any] = {name: views.get(name) for name in _OPTIONAL_ARRAYS}
-    arguments |= views
-    arguments |= {"swa_window_size": swa_window_size, "verify_capacity": verify_capacity, "bs": bs}
+    arguments |= {name: view for name, view in views.items() if name != "req_to_token"}
+    arguments |= {
+        "page_table": page_table,
+        "swa_window_size": swa_window_size,
+        "verify_capacity": verify_capacity,
+        "bs": bs,
+    }
     BACKENDS[views["req_pool_indices"].device.type].run(OPERATION, arguments, stream)
 
 
@@ -423,7 +449,7 @@ def _launches(
     req_pool_indices: ArrayView,
     prefix_lens: ArrayView,
     extend_seq_lens: ArrayView,
-    req_to_token: ArrayView,
+    page_table: PageTableView,
     full_to_swa_index_mapping: ArrayView | None,
     out_verify_offsets_scratch: ArrayView,
     out_write_offsets: ArrayView,
@@ -436,14 +462,14 @@ def _launches(
     bs: int,
     out_status: ArrayView | None,
 ) -> list[Launch]:
-    max_reqs, max_seq_len = req_to_token.shape
     mapping = full_to_swa_index_mapping
-    inputs = (req_pool_indices, prefix_lens, extend_seq_lens, req_to_token)
     args = np.array(
         (
-            *(field for view in inputs for field in (view.pointer, view.dtype == "int64")),
-            mapping.pointer if mapping is not None else 0,
-            mapping is not None and mapping.dtype == "int64",
+            *index_array_args(req_pool_indices),
+            *index_array_args(prefix_lens),
+            *index_array_args(extend_seq_lens),
+            page_table_args(page_table),
+            *index_array_args(mapping),
             out_verify_offsets_scratch.pointer,
             out_write_offsets.pointer,
             out_write_seed_slot_indices.pointer,
@@ -452,9 +478,6 @@ def _launches(
             out_write_num_valid_reqs.pointer,
             out_status.pointer if out_status is not None else 0,
             bs,
-            max_reqs,
-            max_seq_len,
-            req_to_token.row_stride,
             mapping.size if mapping is not None else 0,
             swa_window_size,
             verify_capacity,
@@ -472,4 +495,15 @@ def _launches(
     ]
 
 
-OPERATION = Operation(reference, _launches)
+OPERATION = Operation(
+    reference,
+    _launches,
+    frozenset(
+        (
+            "out_verify_offsets_scratch",
+            "out_write_offsets",
+            "out_write_seed_slot_indices",
+            *_ONE_ELEMENT_OUTPUTS,
+        )
+    ),
+)

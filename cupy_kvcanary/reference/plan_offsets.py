@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..constants import REQ_POOL_IDX_PADDING, StatusBit
+from .page_table import map_to_swa, read_ranges, slots
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from ..page_tables import PageTableView
 
 
 def plan_offsets(
@@ -17,7 +19,7 @@ def plan_offsets(
     req_pool_indices: NDArray[Any],
     prefix_lens: NDArray[Any],
     extend_seq_lens: NDArray[Any],
-    req_to_token: NDArray[Any],
+    page_table: PageTableView,
     full_to_swa_index_mapping: NDArray[Any] | None,
     out_verify_offsets_scratch: NDArray[np.int64],
     out_write_offsets: NDArray[np.int64],
@@ -31,27 +33,15 @@ def plan_offsets(
     out_status: NDArray[np.int32] | None,
 ) -> None:
     """Same arguments, results and bytes as the kernel. Arguments were checked by the launcher."""
-    max_reqs, max_seq_len = req_to_token.shape
-    rows = req_pool_indices[:bs].astype(np.int64)
-    in_range = (rows >= 0) & (rows < max_reqs)
-    active = in_range & (rows != REQ_POOL_IDX_PADDING)
-    prefix = np.where(active, prefix_lens[:bs], 0).astype(np.int64)
-    too_long = prefix > max_seq_len
-    prefix = np.clip(prefix, 0, max_seq_len)
-    verify_lens = np.minimum(prefix, swa_window_size) if swa_window_size > 0 else prefix
-    write_lens = np.where(active, np.maximum(extend_seq_lens[:bs], 0), 0).astype(np.int64)
-
+    ranges = read_ranges(page_table, req_pool_indices[:bs], prefix_lens[:bs], swa_window_size)
+    write_lens = np.where(ranges.is_active, np.maximum(extend_seq_lens[:bs], 0), 0).astype(np.int64)
     seeds = np.full(bs, -1, np.int64)
-    seeded = np.flatnonzero((prefix > 0) & (write_lens > 0))
-    slots = req_to_token[rows[seeded], prefix[seeded] - 1].astype(np.int64)
-    outside_mapping = False
-    if full_to_swa_index_mapping is not None:
-        last = len(full_to_swa_index_mapping) - 1
-        outside_mapping = bool((slots > last).any())
-        slots = np.where(slots < 0, slots, full_to_swa_index_mapping[np.clip(slots, 0, last)])
-    seeds[seeded] = slots
+    seeded = np.flatnonzero((ranges.prefix_lens > 0) & (write_lens > 0))
+    seed_slots = slots(page_table, ranges.rows[seeded], ranges.prefix_lens[seeded] - 1)
+    seeds[seeded], mapping_status = map_to_swa(seed_slots, full_to_swa_index_mapping)
 
     # Sums wrap silently at 64 bits, as the kernel's do.
+    verify_lens = ranges.prefix_lens - ranges.window_starts
     for offsets, lens in ((out_verify_offsets_scratch, verify_lens), (out_write_offsets, write_lens)):
         offsets[0] = 0
         np.cumsum(lens, out=offsets[1 : bs + 1])
@@ -60,10 +50,5 @@ def plan_offsets(
     out_verify_num_valid[0] = min(total_verify, verify_capacity)
     out_verify_enable[0] = total_verify <= verify_capacity
     out_write_num_valid_reqs[0] = bs
-
     if out_status is not None:
-        out_status[0] |= (
-            (StatusBit.REQUEST_ROW_OUT_OF_RANGE if not in_range.all() else 0)
-            | (StatusBit.PREFIX_LEN_OUT_OF_RANGE if too_long.any() else 0)
-            | (StatusBit.SLOT_OUT_OF_MAPPING if outside_mapping else 0)
-        )
+        out_status[0] |= ranges.status | mapping_status

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cupy_kvcanary.arrays import ArrayView
-from cupy_kvcanary.launch import NumpyBackend, Operation
+from cupy_kvcanary.launch import NumpyBackend, Operation, all_views
 from tests.helpers.host_backend import HostArray, HostKernels
 
 if TYPE_CHECKING:
@@ -51,16 +50,15 @@ class HostBackend(NumpyBackend):
         self.kernels = kernels
 
     def run(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
-        self.kernels.run(operation.launches(**arguments), host_arrays(arguments))
+        self.kernels.run(operation.launches(**arguments), host_arrays(operation, arguments))
 
 
-def host_arrays(arguments: Mapping[str, Any]) -> list[HostArray]:
+def host_arrays(operation: Operation, arguments: Mapping[str, Any]) -> list[HostArray]:
     """The memory of an operation's arguments, by their names."""
     arrays = []
-    for name, view in arguments.items():
-        if isinstance(view, ArrayView):
-            first, end = view.span
-            arrays.append(HostArray(first, end - first, name.startswith("out_"), name))
+    for name, view in all_views(arguments):
+        first, end = view.span
+        arrays.append(HostArray(first, end - first, name in operation.outputs, name))
     return arrays
 
 

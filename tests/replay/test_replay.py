@@ -6,6 +6,7 @@ import builtins
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -238,6 +239,38 @@ def test_without_rich_one_line_says_how_to_get_the_bar(monkeypatch: pytest.Monke
     monkeypatch.setattr(builtins, "__import__", import_without_rich)
     assert run_command("--requests", "5", "--device", "cpu") == 0
     assert terminal.text == "for a progress bar: pip install 'cupy-kvcanary[cli]'\n"
+
+
+class DeviceArray(np.ndarray[Any, Any]):
+    """A NumPy array with what the replay uses of CuPy's: host copies are explicit."""
+
+    def get(self) -> Any:
+        return np.array(self)
+
+    def set(self, values: Any) -> None:
+        self[...] = values
+
+
+def test_the_mirror_on_a_device_stays_equal_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA path with NumPy in CuPy's place: every plan reads the mirrored tables only."""
+    stream = SimpleNamespace(synchronize=lambda: None)
+    runtime = SimpleNamespace(getDeviceCount=lambda: 1, CUDARuntimeError=RuntimeError)
+    cupy = SimpleNamespace(
+        zeros=lambda *of: np.zeros(*of).view(DeviceArray),
+        full=lambda *of: np.full(*of).view(DeviceArray),
+        asarray=lambda values: np.array(values),
+        cuda=SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream),
+    )
+    monkeypatch.setattr("cupy_kvcanary.replay_device.import_cupy", lambda: cupy)
+
+    def launch(**arguments: Any) -> None:
+        arrays = {name: np.asarray(value) for name, value in arguments.items() if isinstance(value, DeviceArray)}
+        launch_plan_offsets_kernel(**{**arguments, **arrays})
+
+    options = ReplayOptions(device="cuda", check=True, window=1024, speedup=10.0)
+    summary, _ = replay(generate_trace(40, seed=2), options, launch=launch)
+    assert summary.device == "cuda"
+    assert summary.differences == 0
 
 
 @pytest.mark.gpu

@@ -23,11 +23,11 @@ PACKAGE = ROOT / "cupy_kvcanary"
 # Layer of each module: imports go down only.
 LAYERS = [
     {"constants", "errors", "catalogue", "installation"},
-    {"checks", "arrays", "sources", "traces", *(f"reference.{stem}" for stem in STEMS)},
-    {"compile", "launch", "page_pool"},
-    {*(f"ops.{stem}" for stem in STEMS), "engine_model"},
-    {"doctor", "plan_check", "plots", "replay", "replay_device"},
-    {"cli", "replay_command", "__main__"},
+    {"arrays", "checks", "page_tables", "reference.page_table", "sources", *(f"reference.{stem}" for stem in STEMS)},
+    {"compile", "launch"},
+    {*(f"ops.{stem}" for stem in STEMS)},
+    {"doctor", "engine_model", "page_pool", "plan_check", "plots", "replay", "replay_device", "traces"},
+    {"__main__", "cli", "replay_command"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 PACKAGES = {"__init__", "ops.__init__", "reference.__init__"}
