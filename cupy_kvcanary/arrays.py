@@ -26,6 +26,23 @@ class Device:
 CPU = Device("cpu", 0)
 
 
+def as_device(device: Any) -> Device:
+    """A device named by a string (`cpu`, `cuda`, `cuda:1`) or by torch's, CuPy's or this package's device object."""
+    if isinstance(device, Device):
+        return device
+    if isinstance(device, str):
+        kind, _, index = device.partition(":")
+        if kind == "cpu" and not index:
+            return CPU
+        if kind == "cuda" and (not index or index.isdigit()):
+            return Device("cuda", int(index or 0))
+    elif getattr(device, "type", None) in ("cpu", "cuda"):  # torch.device
+        return CPU if device.type == "cpu" else Device("cuda", device.index or 0)
+    elif isinstance(getattr(device, "id", None), int):  # cupy.cuda.Device
+        return Device("cuda", device.id)
+    raise error("kv-canary-must-name-a-device", name="device", got=repr(device))
+
+
 @dataclass(frozen=True, slots=True)
 class ArrayView:
     """Memory of someone else's array, kept alive by the view."""

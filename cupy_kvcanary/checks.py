@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 INT64 = ("int64",)
 INT32 = ("int32",)
+UINT8 = ("uint8",)
 INT32_OR_INT64 = ("int32", "int64")
 
 
@@ -82,6 +83,18 @@ def check_length_at_least(name: str, length: int, least: int) -> None:
     """At least this many elements."""
     if length < least:
         raise error("kv-canary-length-must-be-at-least", name=name, least=least, got=length)
+
+
+def check_multiple(name: str, value: int, factor: int) -> None:
+    """A multiple of `factor`."""
+    if value % factor:
+        raise error("kv-canary-must-be-a-multiple", name=name, factor=factor, got=value)
+
+
+def check_aligned(name: str, view: ArrayView, alignment: int) -> None:
+    """First element at a multiple of `alignment` bytes."""
+    if view.pointer % alignment:
+        raise error("kv-canary-must-be-aligned", name=name, alignment=alignment, got=hex(view.pointer))
 
 
 def check_one_device(views: Mapping[str, ArrayView]) -> None:

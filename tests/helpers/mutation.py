@@ -66,7 +66,8 @@ class Mutant:
         """All parts of the report."""
         if self.says == DIFFERS:
             return [DIFFERS]
-        return [self.says, f"kernel {self.entry}, block ", place(self.stem, self.line)]
+        what = ["data race"] if self.flavour == "thread" else []
+        return [*what, self.says, f"kernel {self.entry}, block ", place(self.stem, self.line)]
 
     def source_of(self, stem: str) -> str:
         return mutated(self.stem, self.pattern, self.replacement)(stem)

@@ -1,0 +1,364 @@
+"""Canary buffers: records of slots, where their violations go, the real KV they are checked against, their chain."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from .arrays import ArrayView, view_array
+from .catalogue import error
+from .checks import (
+    INT32,
+    INT64,
+    UINT8,
+    check_aligned,
+    check_contiguous,
+    check_dtype,
+    check_int,
+    check_length,
+    check_multiple,
+    check_one_device,
+    check_positive,
+    check_rank,
+    check_writable,
+)
+from .constants import (
+    CANARY_SLOT_BYTES,
+    MAX_BUFFERS,
+    MAX_REAL_KV_SOURCES,
+    REAL_KV_ALIGNMENT,
+    VIOLATION_FIELDS,
+    RealKvHashMode,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Chain = Literal["splitmix64", "affine"]
+CHAINS: tuple[Chain, ...] = get_args(Chain)
+"""Kinds of chain: `splitmix64` is byte-compatible with the peer, `affine` is written by a parallel scan."""
+
+WRITTEN_BY_LAUNCHES = frozenset(
+    ("canary_buf", "violation_ring", "violation_write_index", "slot_run_counter", "kernel_run_counter")
+)
+"""Fields of a context that launches write in place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealKvSource:
+    """KV bytes of slots: slot s has `num_bytes_per_token` bytes of row s // page_size, from (s % page_size) times those.
+
+    All checks run when it is built. The tensor is kept alive and seen in place, as bytes.
+    """
+
+    tensor: Any
+    """Any dtype [rows, ...]: each row contiguous, rows any distance apart, such as one layer of a larger buffer."""
+    page_size: int
+    """Tokens of a row."""
+    num_bytes_per_token: int
+    read_bytes: int
+    """Bytes of a token that are hashed in mode ALL, from its first."""
+    rows: ArrayView = field(init=False, repr=False, compare=False)
+    """The tensor as uint8 [rows, row_bytes]."""
+
+    def __post_init__(self) -> None:
+        sizes = {
+            name: check_int(name, getattr(self, name)) for name in ("page_size", "num_bytes_per_token", "read_bytes")
+        }
+        for name, size in sizes.items():
+            check_positive(name, size)
+            if name != "page_size":
+                check_multiple(name, size, REAL_KV_ALIGNMENT)
+        if self.read_bytes > self.num_bytes_per_token:
+            raise error(
+                "kv-canary-must-be-at-most", name="read_bytes", most=self.num_bytes_per_token, got=self.read_bytes
+            )
+        rows = _as_byte_rows(view_array("tensor", self.tensor))
+        check_multiple("row stride of tensor in bytes", rows.strides[0], REAL_KV_ALIGNMENT)
+        check_aligned("tensor", rows, REAL_KV_ALIGNMENT)
+        needed = self.page_size * self.num_bytes_per_token
+        if rows.shape[1] < needed:
+            raise error("kv-canary-row-must-hold-a-page", name="tensor", needed=needed, got=rows.shape[1])
+        object.__setattr__(self, "rows", rows)
+
+
+def _as_byte_rows(view: ArrayView) -> ArrayView:
+    """An array of any dtype and rank as uint8 [rows, row_bytes]."""
+    if len(view.shape) < 2:
+        raise error("kv-canary-must-have-rows", name="tensor", got=view.shape)
+    row_bytes = view.itemsize
+    for extent, stride in zip(reversed(view.shape[1:]), reversed(view.strides[1:]), strict=True):
+        if extent != 1 and stride != row_bytes:
+            raise error("kv-canary-must-have-contiguous-rows", name="tensor", got=view.strides)
+        row_bytes *= extent
+    num_rows = view.shape[0]
+    row_stride = view.strides[0] if num_rows > 1 else row_bytes
+    if num_rows > 1:
+        check_positive("row stride of tensor in bytes", row_stride)
+    return ArrayView(
+        view.pointer,
+        (num_rows, row_bytes),
+        (row_stride, 1),
+        "uint8",
+        1,
+        view.device,
+        view.read_only,
+        view.owner,
+        view.capsule,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOrWriteContext:
+    """One canary buffer for the write and verify launchers. All checks run when it is built."""
+
+    canary_buf: Any
+    """uint8[num_slots, stride], written by writes: a record of four int64 at the start of each slot. The stride is a
+    multiple of 8, at least 32."""
+    kernel_kind: int
+    """What the violation rows name, a `CanaryLaunchTag`."""
+    violation_ring: Any
+    """int64[ring_capacity, 8], written in place."""
+    violation_write_index: Any
+    """int32[1], written in place: violations so far, up to 2^31 - 1."""
+    slot_run_counter: Any
+    """int64[1], written in place: entries seen (verify) or stored (write) so far."""
+    kernel_run_counter: Any
+    """int64[1], written in place: launches so far."""
+    real_kv_sources: tuple[RealKvSource, ...] = ()
+    """At most 4."""
+    real_kv_hash_mode: int = RealKvHashMode.NONE
+    """`RealKvHashMode`."""
+    enable_chain_position_assert: Any | None = None
+    """int32[1]: nonzero for the chain position check of writes; None: off."""
+    view: CanaryBufferView = field(init=False, repr=False, compare=False)
+    """What the launchers use: the checked arrays, seen in place."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "view", _view_context(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealKvSourceView:
+    """`RealKvSource` of kernels/common.cuh. The tensor is a view, or a NumPy array."""
+
+    tensor: Any
+    """uint8 [rows, row_bytes]."""
+    row_stride: int
+    page_size: int
+    num_bytes_per_token: int
+    num_hashed_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryBufferView:
+    """`CanaryBuffer` of kernels/common.cuh. Arrays are views, or NumPy arrays."""
+
+    canary_buf: Any
+    num_slots: int
+    slot_stride: int
+    kernel_kind: int
+    violation_ring: Any
+    ring_capacity: int
+    violation_write_index: Any
+    slot_run_counter: Any
+    kernel_run_counter: Any
+    enable_chain_position_assert: Any | None
+    real_kv_sources: tuple[RealKvSourceView, ...]
+
+
+_REAL_KV_SOURCE_ARGS = np.dtype(
+    [
+        ("tensor", np.uint64),
+        ("row_stride", np.int64),
+        ("page_size", np.int64),
+        ("num_bytes_per_token", np.int64),
+        ("num_hashed_bytes", np.int64),
+    ],
+    align=True,
+)
+
+CANARY_BUFFER_ARGS = np.dtype(
+    [
+        ("canary_buf", np.uint64),
+        ("num_slots", np.int64),
+        ("slot_stride", np.int64),
+        ("kernel_kind", np.int64),
+        ("violation_ring", np.uint64),
+        ("ring_capacity", np.int64),
+        ("violation_write_index", np.uint64),
+        ("slot_run_counter", np.uint64),
+        ("kernel_run_counter", np.uint64),
+        ("enable_chain_position_assert", np.uint64),
+        ("num_real_kv_sources", np.int64),
+        *((f"real_kv_sources_{i}", _REAL_KV_SOURCE_ARGS) for i in range(MAX_REAL_KV_SOURCES)),
+    ],
+    align=True,
+)
+"""Twin of `CanaryBuffer` in kernels/common.cuh; an array there is numbered fields here."""
+
+BUFFERS_ARGS = [(f"buffers_{i}", CANARY_BUFFER_ARGS) for i in range(MAX_BUFFERS)]
+"""Fields of `CanaryBuffer buffers[kMaxBuffers]` for an argument struct."""
+
+_NO_SOURCE = (0, 0, 1, 0, 0)
+_NO_BUFFER = (*(0,) * 11, *(_NO_SOURCE,) * MAX_REAL_KV_SOURCES)
+
+
+def buffers_args(buffers: Sequence[CanaryBufferView]) -> tuple[Any, ...]:
+    """Values of `BUFFERS_ARGS`."""
+    return (*map(_buffer_args, buffers), *(_NO_BUFFER,) * (MAX_BUFFERS - len(buffers)))
+
+
+def _buffer_args(buffer: CanaryBufferView) -> tuple[Any, ...]:
+    assertion = buffer.enable_chain_position_assert
+    sources = [
+        (
+            source.tensor.pointer,
+            source.row_stride,
+            source.page_size,
+            source.num_bytes_per_token,
+            source.num_hashed_bytes,
+        )
+        for source in buffer.real_kv_sources
+    ]
+    return (
+        buffer.canary_buf.pointer,
+        buffer.num_slots,
+        buffer.slot_stride,
+        buffer.kernel_kind,
+        buffer.violation_ring.pointer,
+        buffer.ring_capacity,
+        buffer.violation_write_index.pointer,
+        buffer.slot_run_counter.pointer,
+        buffer.kernel_run_counter.pointer,
+        0 if assertion is None else assertion.pointer,
+        len(sources),
+        *sources,
+        *(_NO_SOURCE,) * (MAX_REAL_KV_SOURCES - len(sources)),
+    )
+
+
+def _view_context(context: VerifyOrWriteContext) -> CanaryBufferView:
+    dtypes = {
+        "canary_buf": UINT8,
+        "violation_ring": INT64,
+        "violation_write_index": INT32,
+        "slot_run_counter": INT64,
+        "kernel_run_counter": INT64,
+        "enable_chain_position_assert": INT32,
+    }
+    arrays = {name: getattr(context, name) for name in dtypes}
+    if context.enable_chain_position_assert is None:
+        del arrays["enable_chain_position_assert"]
+    views = {name: view_array(name, array) for name, array in arrays.items()}
+    for name, view in views.items():
+        check_contiguous(name, view)
+        check_dtype(name, view, dtypes[name])
+        if name in ("canary_buf", "violation_ring"):
+            check_rank(name, view, 2)
+        else:
+            check_rank(name, view, 1)
+            check_length(name, view.size, 1)
+        if name in WRITTEN_BY_LAUNCHES:
+            check_writable(name, view)
+    records, ring = views["canary_buf"], views["violation_ring"]
+    num_slots, slot_stride = records.shape
+    if slot_stride < CANARY_SLOT_BYTES:
+        raise error(
+            "kv-canary-length-must-be-at-least", name="slot of canary_buf", least=CANARY_SLOT_BYTES, got=slot_stride
+        )
+    check_multiple("slot stride of canary_buf in bytes", slot_stride, 8)
+    check_aligned("canary_buf", records, 8)
+    # The kernels divide slots in 32 bits.
+    if num_slots >= 2**32:
+        raise error("kv-canary-must-be-at-most", name="slots of canary_buf", most=2**32 - 1, got=num_slots)
+    check_length("row of violation_ring", ring.shape[1], VIOLATION_FIELDS)
+    sources = tuple(context.real_kv_sources)
+    if len(sources) > MAX_REAL_KV_SOURCES:
+        raise error("kv-canary-at-most-4-real-kv-sources", name="real_kv_sources", got=len(sources))
+    mode = check_int("real_kv_hash_mode", context.real_kv_hash_mode)
+    if mode not in list(RealKvHashMode):
+        raise error("kv-canary-real-kv-hash-mode-must-be-known", name="real_kv_hash_mode", got=mode)
+    for i, source in enumerate(sources):
+        covered = source.rows.shape[0] * source.page_size
+        check_one_device({"canary_buf": records, f"real_kv_sources[{i}]": source.rows})
+        if covered < num_slots:
+            raise error(
+                "kv-canary-source-must-cover-the-slots", name=f"real_kv_sources[{i}]", num_slots=num_slots, got=covered
+            )
+    check_one_device(views)
+    return CanaryBufferView(
+        canary_buf=records,
+        num_slots=num_slots,
+        slot_stride=slot_stride,
+        kernel_kind=check_int("kernel_kind", context.kernel_kind),
+        violation_ring=ring,
+        ring_capacity=ring.shape[0],
+        violation_write_index=views["violation_write_index"],
+        slot_run_counter=views["slot_run_counter"],
+        kernel_run_counter=views["kernel_run_counter"],
+        enable_chain_position_assert=views.get("enable_chain_position_assert"),
+        real_kv_sources=tuple(
+            RealKvSourceView(
+                tensor=source.rows,
+                row_stride=source.rows.strides[0],
+                page_size=source.page_size,
+                num_bytes_per_token=source.num_bytes_per_token,
+                num_hashed_bytes=REAL_KV_ALIGNMENT if mode == RealKvHashMode.PARTIAL else source.read_bytes,
+            )
+            for source in sources
+            if mode != RealKvHashMode.NONE
+        ),
+    )
+
+
+def view_buffers(context: VerifyOrWriteContext | Sequence[VerifyOrWriteContext]) -> tuple[CanaryBufferView, ...]:
+    """The buffers of one launch: those of one context or of several on one device."""
+    contexts = (context,) if isinstance(context, VerifyOrWriteContext) else tuple(context)
+    for item in contexts:
+        if not isinstance(item, VerifyOrWriteContext):
+            raise error("kv-canary-must-be-a-context", name="context", got=type(item).__name__)
+    if not 1 <= len(contexts) <= MAX_BUFFERS:
+        raise error("kv-canary-must-be-1-to-12-contexts", name="context", most=MAX_BUFFERS, got=len(contexts))
+    buffers = tuple(item.view for item in contexts)
+    check_one_device({f"canary_buf of context {i}": buffer.canary_buf for i, buffer in enumerate(buffers)})
+    return buffers
+
+
+# Chain kind of each buffer that was written, by its address; gone with the array that it was written through.
+_chains: dict[tuple[str, int, int], Chain] = {}
+
+
+def check_chain(name: str, chain: Any) -> None:
+    """One of CHAINS."""
+    if chain not in CHAINS:
+        raise error("kv-canary-chain-must-be-known", name=name, got=repr(chain))
+
+
+def check_chain_of(buffers: Sequence[CanaryBufferView], chain: Chain) -> None:
+    """No buffer was written with the other kind of chain."""
+    for buffer in buffers:
+        written = _chains.get(_chain_key(buffer.canary_buf), chain)
+        if written != chain:
+            raise error("kv-canary-chain-must-be-that-of-the-buffer", name="chain", expected=written, got=chain)
+
+
+def remember_chain(buffers: Sequence[CanaryBufferView], chain: Chain) -> None:
+    """The buffers now hold records of this chain."""
+    for buffer in buffers:
+        key = _chain_key(buffer.canary_buf)
+        if key not in _chains:
+            _chains[key] = chain
+            weakref.finalize(buffer.canary_buf.owner, _chains.pop, key, None)
+
+
+def forget_chain(canary_buf: Any) -> None:
+    """Let a buffer be written with another kind of chain, after its records were cleared."""
+    _chains.pop(_chain_key(view_array("canary_buf", canary_buf)), None)
+
+
+def _chain_key(view: ArrayView) -> tuple[str, int, int]:
+    return view.device.type, view.device.index, view.pointer
