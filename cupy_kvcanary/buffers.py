@@ -49,7 +49,7 @@ WRITTEN_BY_LAUNCHES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class RealKvSource:
-    """KV bytes of slots: slot s has `num_bytes_per_token` bytes of row s // page_size, from (s % page_size) times those.
+    """KV bytes of slots: those of slot s start in row s // page_size at byte (s % page_size) * num_bytes_per_token.
 
     All checks run when it is built. The tensor is kept alive and seen in place, as bytes.
     """

@@ -115,6 +115,14 @@ _ENTRIES = (
         prevention="Compute sizes with `//`, and keep capacities on the host.",
     ),
     CatalogueEntry(
+        slug="kv-canary-must-be-a-bool",
+        message="{name} must be a bool, got {got}",
+        trigger="A number, an array or None stands where True or False belongs.",
+        cause="A device flag passed as a host flag, or arguments in the wrong order.",
+        fix="pass True or False",
+        prevention="Keep host switches and device flags apart: what changes between graph replays is an array.",
+    ),
+    CatalogueEntry(
         slug="kv-canary-must-be-non-negative",
         message="{name} must be non-negative, got {got}",
         trigger="A size, capacity or window is below zero.",
@@ -258,6 +266,14 @@ _ENTRIES = (
         cause="One of the launches was switched to another chain, the others were not.",
         fix="pass the same chain everywhere; to switch, clear the buffer and call forget_chain(canary_buf)",
         prevention="Keep the chain in one constant beside the contexts.",
+    ),
+    CatalogueEntry(
+        slug="kv-canary-expected-tokens-and-valid-lens-go-together",
+        message="{name} must be given with req_to_verify_expected_tokens, and only then",
+        trigger="One of the pool of expected tokens and its valid lengths was given without the other.",
+        cause="The pool was added to a call, the lengths were not, or the other way round.",
+        fix="pass both, or None for both",
+        prevention="Keep the pool and the lengths in one object of the engine.",
     ),
     # -- where it runs ----------------------------------------------------------------------------------------
     CatalogueEntry(

@@ -31,6 +31,22 @@ def check_int(name: str, value: Any) -> int:
         raise error("kv-canary-must-be-an-int", name=name, got=repr(value)) from None
 
 
+def check_bool(name: str, value: Any) -> bool:
+    """`value` as a Python bool; numbers and arrays are refused."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise error("kv-canary-must-be-a-bool", name=name, got=repr(value))
+    return bool(value)
+
+
+def check_padding_slot(padding_slot: Any) -> int:
+    """The padding slot as the kernels take it: -1 for None."""
+    if padding_slot is None:
+        return -1
+    slot = check_int("padding_slot", padding_slot)
+    check_non_negative("padding_slot", slot)
+    return slot
+
+
 def check_non_negative(name: str, value: int) -> None:
     """0 or more."""
     if value < 0:

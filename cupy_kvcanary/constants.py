@@ -41,6 +41,11 @@ REAL_KV_ALIGNMENT: Final = 16
 
 INT32_MAX: Final = 2**31 - 1
 
+# Launch geometry of the verify kernels; measured (docs/performance.md).
+VERIFY_THREADS: Final = 256
+VERIFY_ROWS: Final = 2
+"""Rows of 32 entries that a warp has in flight."""
+
 # Launch geometry of the offsets kernels, in threads a block; measured (docs/performance.md).
 PLAN_OFFSETS_SINGLE_THREADS: Final = 512
 PLAN_OFFSETS_TILE_THREADS: Final = 256

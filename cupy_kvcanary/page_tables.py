@@ -119,6 +119,17 @@ def page_table_args(table: PageTableView) -> tuple[Any, ...]:
     )
 
 
+def view_page_table(req_to_token: Any) -> PageTableView:
+    """Any of the three forms, checked and seen in place; a table of slots may have strided rows and either width."""
+    if isinstance(req_to_token, (BlockTable, PageList)):
+        return view_paged_table(req_to_token)
+    view = view_array("req_to_token", req_to_token)
+    check_rank("req_to_token", view, 2)
+    check_contiguous_rows("req_to_token", view)
+    check_dtype("req_to_token", view, INT32_OR_INT64)
+    return view_slot_table(view)
+
+
 def view_slot_table(view: ArrayView) -> PageTableView:
     """A table of slots whose rank, strides and dtype were checked."""
     num_rows, max_seq_len = view.shape

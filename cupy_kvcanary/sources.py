@@ -26,6 +26,8 @@ _INJECTED = (
     ("int", "MAX_REAL_KV_SOURCES"),
     ("int", "MAX_BUFFERS"),
     ("int", "INT32_MAX"),
+    ("int", "VERIFY_THREADS"),
+    ("int", "VERIFY_ROWS"),
     ("int", "PLAN_OFFSETS_SINGLE_THREADS"),
     ("int", "PLAN_OFFSETS_TILE_THREADS"),
     ("int", "PLAN_OFFSETS_SCAN_THREADS"),

@@ -16,7 +16,7 @@ from cupy_kvcanary.sources import STEMS, joined_source
 from tools.resources import COMPUTE_CAPABILITIES, PAGE, compile_source, nvrtc_version, page, resources_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +77,8 @@ def args_of(stem: str) -> tuple[str, np.dtype[Any]]:
 
 def members(twin: np.dtype[Any], prefix: str = "") -> Iterator[tuple[str, int, int]]:
     """C++ name, offset and size of each field and of the fields within; `x` and `x_is_int64` are an IndexArray x."""
-    names = twin.names or ()
-    for name in names:
-        field, offset, *_ = twin.fields[name]
+    names: Mapping[str, Any] = twin.fields or {}
+    for name, (field, offset, *_) in names.items():
         index_array = name.removesuffix("_is_int64")
         if index_array != name and index_array in names:
             member = f"{prefix}{index_array}.is_int64"
@@ -109,7 +108,7 @@ def test_argument_struct_equals_its_twin(stem: str) -> None:
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_twin_that_differs_is_found(stem: str) -> None:
     struct, twin = args_of(stem)
-    fields = [(name, twin.fields[name][0]) for name in twin.names or ()]
+    fields = [(name, field) for name, (field, *_) in (twin.fields or {}).items()]
     with pytest.raises(RuntimeError, match='static assertion failed with "offset of'):
         compile_with_twin(stem, struct, np.dtype([*fields[1:], fields[0]], align=True))
     with pytest.raises(RuntimeError, match=f'static assertion failed with "size of {struct}"'):

@@ -10,6 +10,7 @@ import numpy as np
 
 from cupy_kvcanary import launch_plan_offsets_kernel
 from cupy_kvcanary.ops import plan_offsets
+from tests.helpers.mutants.page_table import SLOT_READ, page_table_mutants
 from tests.helpers.mutation import DIFFERS, Mutant, Reach, mutants
 from tests.helpers.plan_offsets import make_arguments
 
@@ -31,15 +32,12 @@ def batch(bs: int, *, tiled: bool = False) -> None:
     launch(make_arguments(r % 7, r % 17, r % 3, np.arange(6 * 16).reshape(6, 16), bs_block_size=bs), tiled)
 
 
-def request(
-    row: int, prefix_len: int, *, slot: int = 1, table_rows: int = 2, mapping: Any = None, status: bool = True
-) -> Reach:
-    """One request, of a table that is three positions wide and holds `slot` everywhere; both kernels that plan it."""
+def request(row: int, prefix_len: int, table: Any, *, mapping: Any = None, has_status: bool = True) -> Reach:
+    """One request; both kernels that plan it."""
 
     def run(tiled: bool) -> None:
-        table = np.full((table_rows, 3), slot)
-        arguments = make_arguments([row], [prefix_len], [1], table, mapping=mapping)
-        launch(arguments if status else arguments | {"out_status": None}, tiled)
+        arguments = make_arguments([row], [prefix_len], [1], [[0]], mapping=mapping) | {"req_to_token": table}
+        launch(arguments if has_status else arguments | {"out_status": None}, tiled)
 
     return ((SINGLE, partial(run, False)), (TILES, partial(run, True)))
 
@@ -61,8 +59,7 @@ SCANS = ((SINGLE, two_warps), (SCAN_SUMS, two_tiles), (TILES, two_tiles))
 PLANS = ((SINGLE, two_warps), (TILES, two_tiles))
 LASTS = ((SCAN_SUMS, two_tiles), (TILES, two_tiles))
 
-TABLE_READ = "args.req_to_token[request.row"
-REQUEST_READ = "i64 row = args.req_pool_indices[r]"
+REQUEST_READ = "const i64 row = args.req_pool_indices[r]"
 LAST_STORED = "if (threadIdx.x == blockDim.x - 1) shared_value"
 TOTAL_WRITTEN = "args.out_verify_offsets_scratch[args.bs] ="
 OFFSET_WRITTEN = "args.out_verify_offsets_scratch[r] = static_cast<i64>(offset.verify);\n"
@@ -109,49 +106,18 @@ MUTANTS: list[Mutant] = [
             [(reach, f"{operation} of {lens}", before, f"{operation}({mask}, sum.{lens}", before)],
         )
     ),
+    *page_table_mutants(request),
     *mutants(
         "bound",
         "address",
         "heap-buffer-overflow",
         [
-            (request(-1, 3), "row before the table", "row < 0 || row >=", "row >=", TABLE_READ),
-            (request(2, 1), "row behind the table", "row >= args.max_reqs", "row > args.max_reqs", TABLE_READ),
             (
-                request(0, 1, table_rows=0),
-                "row of a table without rows",
-                "row == kReqPoolIdxPadding)",
-                "row < kReqPoolIdxPadding)",
-                TABLE_READ,
-            ),
-            (request(1, -3), "negative prefix", "prefix_len, 0, args.max", "prefix_len, -9, args.max", TABLE_READ),
-            (request(1, 4), "prefix longer than a row", "0, args.max_seq_len)", "0, args.max_seq_len + 1)", TABLE_READ),
-            (
-                request(1, 1),
+                PLANS,
                 "seed of a thread without a request",
-                "if (request.prefix_len == 0 || request.lens.write == 0) return -1;",
+                "if (request.range.prefix_len == 0 || request.lens.write == 0) return -1;",
                 "",
-                TABLE_READ,
-            ),
-            (
-                request(1, 1, slot=-1, mapping=[7, 8]),
-                "slot before the mapping",
-                "nullptr || slot < 0) return",
-                "nullptr) return",
-                "return mapping[slot]",
-            ),
-            (
-                request(1, 1, slot=2, mapping=[7, 8]),
-                "slot behind the mapping",
-                "slot >= lut_len",
-                "slot > lut_len",
-                "return mapping[slot]",
-            ),
-            (
-                request(1, 1, slot=5, mapping=[7, 8]),
-                "slot clamped one too far",
-                "slot = lut_len - 1",
-                "slot = lut_len",
-                "return mapping[slot]",
+                SLOT_READ,
             ),
             (PLANS, "requests to read", "if (r < args.bs) request", "if (r <= args.bs) request", REQUEST_READ),
             (
@@ -182,21 +148,6 @@ MUTANTS: list[Mutant] = [
                 "if (r < args.bs) {\n      const",
                 "if (r < args.bs + kPlanOffsetsTile) {\n      const",
                 f"{OFFSET_WRITTEN}      args",
-            ),
-        ],
-    ),
-    *mutants(
-        "bound",
-        "address",
-        "null pointer",
-        [
-            (request(1, 1), "no mapping", "mapping.data == nullptr || slot", "slot", "return mapping[slot]"),
-            (
-                request(-1, 1, status=False),
-                "no status",
-                "status != 0 && out_status != nullptr",
-                "status != 0",
-                "atomicOr(out_status, status)",
             ),
         ],
     ),
@@ -265,7 +216,7 @@ MUTANTS: list[Mutant] = [
                 "",
             ),
             (((SINGLE, three_blocks),), "requests to sum", "r < end;", "r <= end;", ""),
-            (PLANS, "an empty prefix", "request.prefix_len == 0 || ", "", ""),
+            (PLANS, "an empty prefix", "request.range.prefix_len == 0 || ", "", ""),
         ],
     ),
     *mutants(
