@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .catalogue import error
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +93,15 @@ class ArrayView:
     @property
     def span(self) -> tuple[int, int]:
         """First address and the one after the last that the elements occupy."""
-        if 0 in self.shape:
-            return self.pointer, self.pointer
-        reach = [(extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True)]
-        first = self.pointer + sum(step for step in reach if step < 0)
-        return first, self.pointer + sum(step for step in reach if step > 0) + self.itemsize
+        first = end = self.pointer
+        for extent, stride in zip(self.shape, self.strides, strict=True):
+            if extent == 0:
+                return self.pointer, self.pointer
+            if stride < 0:
+                first += (extent - 1) * stride
+            else:
+                end += (extent - 1) * stride
+        return first, end + self.itemsize
 
     def overlaps(self, other: ArrayView) -> bool:
         """Whether both occupy a common address (interleaved views count as overlapping)."""
@@ -105,8 +112,10 @@ class ArrayView:
 
     def as_numpy(self) -> np.ndarray[Any, Any]:
         """The same memory as a NumPy array; only for arrays on the CPU."""
-        if isinstance(self.owner, np.ndarray):
-            return self.owner
+        owner = self.owner
+        # A view of an array's bytes has another shape than its owner.
+        if isinstance(owner, np.ndarray) and (owner.shape, owner.dtype.name) == (self.shape, self.dtype):
+            return owner
         return np.asarray(_NumpyInterface(self))
 
 
@@ -140,6 +149,13 @@ def view_array(name: str, array: Any) -> ArrayView:
     if hasattr(array, "__array_interface__"):
         return _view_numpy(np.asarray(array))
     raise error("kv-canary-must-be-an-array", name=name, got=type(array).__name__)
+
+
+def view_arrays(named: Mapping[str, Any], optional: Collection[str]) -> dict[str, ArrayView]:
+    """Views of arrays by name; an optional one may be None and is left out."""
+    return {
+        name: view_array(name, array) for name, array in named.items() if not (array is None and name in optional)
+    }
 
 
 def _view_numpy(array: np.ndarray[Any, Any]) -> ArrayView:

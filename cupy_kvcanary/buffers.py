@@ -20,6 +20,7 @@ from .checks import (
     check_int,
     check_length,
     check_multiple,
+    check_no_overlap,
     check_one_device,
     check_positive,
     check_rank,
@@ -35,15 +36,14 @@ from .constants import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 Chain = Literal["splitmix64", "affine"]
 CHAINS: tuple[Chain, ...] = get_args(Chain)
 """Kinds of chain: `splitmix64` is byte-compatible with the peer, `affine` is written by a parallel scan."""
 
-WRITTEN_BY_LAUNCHES = frozenset(
-    ("canary_buf", "violation_ring", "violation_write_index", "slot_run_counter", "kernel_run_counter")
-)
+_WRITTEN = ("canary_buf", "violation_ring", "violation_write_index", "slot_run_counter", "kernel_run_counter")
+WRITTEN_BY_LAUNCHES = frozenset(_WRITTEN)
 """Fields of a context that launches write in place."""
 
 
@@ -290,6 +290,7 @@ def _view_context(context: VerifyOrWriteContext) -> CanaryBufferView:
                 "kv-canary-source-must-cover-the-slots", name=f"real_kv_sources[{i}]", num_slots=num_slots, got=covered
             )
     check_one_device(views)
+    check_no_overlap({**views, **{f"real_kv_sources[{i}]": source.rows for i, source in enumerate(sources)}}, _WRITTEN)
     return CanaryBufferView(
         canary_buf=records,
         num_slots=num_slots,
@@ -326,6 +327,25 @@ def view_buffers(context: VerifyOrWriteContext | Sequence[VerifyOrWriteContext])
     buffers = tuple(item.view for item in contexts)
     check_one_device({f"canary_buf of context {i}": buffer.canary_buf for i, buffer in enumerate(buffers)})
     return buffers
+
+
+def check_memory(buffers: Sequence[CanaryBufferView], views: Mapping[str, ArrayView], outputs: Sequence[str]) -> None:
+    """All on the buffers' device; nothing that is written overlaps anything, but buffers may share logs and counters.
+
+    `outputs` are those of the views that are written.
+    """
+    check_one_device({"canary_buf": buffers[0].canary_buf, **views})
+    for name in outputs:
+        check_writable(name, views[name])
+    written: dict[str, ArrayView] = {}
+    shared: set[tuple[str, int]] = set()
+    for i, buffer in enumerate(buffers):
+        for name in _WRITTEN:
+            view = getattr(buffer, name)
+            if name == "canary_buf" or (name, view.pointer) not in shared:
+                written[f"{name} of context {i}" if i else name] = view
+                shared.add((name, view.pointer))
+    check_no_overlap({**views, **written}, [*outputs, *written])
 
 
 # Chain kind of each buffer that was written, by its address; gone with the array that it was written through.

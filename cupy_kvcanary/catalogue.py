@@ -275,6 +275,23 @@ _ENTRIES = (
         fix="pass both, or None for both",
         prevention="Keep the pool and the lengths in one object of the engine.",
     ),
+    # -- write ------------------------------------------------------------------------------------------------
+    CatalogueEntry(
+        slug="kv-canary-expected-input-tensors-are-required",
+        message="expected input tensors are required when enable_write_input_assert=True",
+        trigger="The input check is on, but expected_input_tokens or expected_input_positions is None.",
+        cause="The flag was switched on where the engine does not keep the expected inputs.",
+        fix="pass both arrays, or enable_write_input_assert=False",
+        prevention="Decide the flag from whether the arrays exist.",
+    ),
+    CatalogueEntry(
+        slug="kv-canary-expected-input-tensors-must-be-none",
+        message="expected input tensors must be None when enable_write_input_assert=False",
+        trigger="Expected inputs were passed, but the input check is off.",
+        cause="The flag was switched off, the arrays were left in the call.",
+        fix="pass None for both arrays, or enable_write_input_assert=True",
+        prevention="Decide the flag from whether the arrays exist.",
+    ),
     # -- where it runs ----------------------------------------------------------------------------------------
     CatalogueEntry(
         slug="kv-canary-must-name-a-device",

@@ -46,12 +46,23 @@ VERIFY_THREADS: Final = 256
 VERIFY_ROWS: Final = 2
 """Rows of 32 entries that a warp has in flight."""
 
+# Launch geometry of the write kernels; measured (docs/performance.md).
+WRITE_THREADS: Final = 128
+WRITE_SCAN_THREADS: Final = 256
+WRITE_SCAN_ITEMS: Final = 4
+"""Entries of a thread at a time."""
+
 # Launch geometry of the offsets kernels, in threads a block; measured (docs/performance.md).
 PLAN_OFFSETS_SINGLE_THREADS: Final = 512
 PLAN_OFFSETS_TILE_THREADS: Final = 256
 PLAN_OFFSETS_SCAN_THREADS: Final = 1024
 PLAN_OFFSETS_TILE: Final = 1024
 """Requests a block plans where the batch takes several launches."""
+
+PLAN_ENTRIES_THREADS: Final = 256
+"""Threads a block, and offsets that it keeps at hand."""
+
+SCATTER_THREADS: Final = 256
 
 
 class StatusBit(enum.IntFlag):

@@ -11,6 +11,7 @@ import numpy as np
 
 from .arrays import ArrayView, callers_stream, stream_handle
 from .catalogue import error
+from .checks import check_no_overlap, check_one_device, check_writable
 from .compile import import_cupy, kernel_handle
 
 if TYPE_CHECKING:
@@ -60,14 +61,14 @@ def all_views(arguments: Mapping[str, Any]) -> list[tuple[str, ArrayView]]:
     return [found for name, value in arguments.items() for found in named_views(name, value)]
 
 
-def _with_numpy(value: Any) -> Any:
+def with_numpy(value: Any) -> Any:
     """The argument with NumPy arrays in place of its views."""
     if isinstance(value, ArrayView):
         return value.as_numpy()
     if isinstance(value, tuple):
-        return tuple(_with_numpy(item) for item in value)
+        return tuple(with_numpy(item) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: _with_numpy(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {field.name: with_numpy(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
     return value
 
@@ -100,7 +101,7 @@ class NumpyBackend:
         """See `Backend.run`."""
         if stream is not None:
             raise error("kv-canary-stream-must-be-none-for-cpu-arrays", name="stream", got=type(stream).__name__)
-        operation.reference(**{name: _with_numpy(value) for name, value in arguments.items()})
+        operation.reference(**{name: with_numpy(value) for name, value in arguments.items()})
 
     def allocate_zeros(self, shape: Any, dtype: str, device: Device, stream: Any) -> Any:
         """See `Backend.allocate_zeros`."""
@@ -183,3 +184,14 @@ def launch_on_stream(driver: Any, launch: Launch, kernel: int, stream: int) -> N
 
 BACKENDS: dict[str, Backend] = {"cpu": NumpyBackend(), "cuda": CudaBackend()}
 """By device type of the arrays."""
+
+
+def check_memory_and_run(operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
+    """Run where the arrays are: all on one device, outputs writable and apart from every other array."""
+    views = dict(all_views(arguments))
+    outputs = [name for name in views if name in operation.outputs]
+    check_one_device(views)
+    for name in outputs:
+        check_writable(name, views[name])
+    check_no_overlap(views, outputs)
+    BACKENDS[next(iter(views.values())).device.type].run(operation, arguments, stream)

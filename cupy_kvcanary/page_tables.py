@@ -148,6 +148,13 @@ def view_slot_table(view: ArrayView) -> PageTableView:
     )
 
 
+def take_paged_table(named: dict[str, Any]) -> PageTableView | None:
+    """Remove a block table or page list from the arrays by name; its view. None for a table of slots."""
+    if not isinstance(named["req_to_token"], (BlockTable, PageList)):
+        return None
+    return view_paged_table(named.pop("req_to_token"))
+
+
 def view_paged_table(table: BlockTable | PageList) -> PageTableView:
     """Check a block table or page list and see it in place."""
     page_size = check_int("page_size", table.page_size)

@@ -28,10 +28,15 @@ _INJECTED = (
     ("int", "INT32_MAX"),
     ("int", "VERIFY_THREADS"),
     ("int", "VERIFY_ROWS"),
+    ("int", "WRITE_THREADS"),
+    ("int", "WRITE_SCAN_THREADS"),
+    ("int", "WRITE_SCAN_ITEMS"),
     ("int", "PLAN_OFFSETS_SINGLE_THREADS"),
     ("int", "PLAN_OFFSETS_TILE_THREADS"),
     ("int", "PLAN_OFFSETS_SCAN_THREADS"),
     ("int", "PLAN_OFFSETS_TILE"),
+    ("int", "PLAN_ENTRIES_THREADS"),
+    ("int", "SCATTER_THREADS"),
 )
 
 _SUFFIX = {"int": "", "unsigned long long": "ull"}

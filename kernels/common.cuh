@@ -159,16 +159,34 @@ struct CanaryBuffer {
     return reinterpret_cast<u64*>(canary_buf + slot * slot_stride);
   }
 
+  // For 16 bytes at once. Uniform over the launch; a stride of 40 is legal.
+  __device__ __forceinline__ bool has_aligned_records() const {
+    return ((reinterpret_cast<u64>(canary_buf) | static_cast<u64>(slot_stride)) & 15) == 0;
+  }
+
   // Of a slot that the buffer has. The coherent load: writers of other slots may run beside it.
   __device__ __forceinline__ Record load(i64 slot) const {
     const u64* fields = record(slot);
-    // Uniform over the launch; a stride of 40 is legal.
-    if (((reinterpret_cast<u64>(canary_buf) | static_cast<u64>(slot_stride)) & 15) == 0) {
+    if (has_aligned_records()) {
       const ulonglong2 head = reinterpret_cast<const ulonglong2*>(fields)[0];
       const ulonglong2 tail = reinterpret_cast<const ulonglong2*>(fields)[1];
       return {head.x, head.y, tail.x, tail.y};
     }
     return {fields[0], fields[1], fields[2], fields[3]};
+  }
+
+  // To a slot that the buffer has.
+  __device__ __forceinline__ void store(i64 slot, const Record& stored) const {
+    u64* fields = record(slot);
+    if (has_aligned_records()) {
+      reinterpret_cast<ulonglong2*>(fields)[0] = make_ulonglong2(stored.token, stored.position);
+      reinterpret_cast<ulonglong2*>(fields)[1] = make_ulonglong2(stored.prev_hash, stored.real_kv_hash);
+    } else {
+      fields[0] = stored.token;
+      fields[1] = stored.position;
+      fields[2] = stored.prev_hash;
+      fields[3] = stored.real_kv_hash;
+    }
   }
 
   // Hash of the slot's KV bytes, source by source; 0 without sources.

@@ -1,17 +1,18 @@
 // Verify: every slot that is about to be read holds the record that the page table implies; violations for those that
 // do not. kvc_verify takes materialised entries, kvc_verify_batch reads the page table itself. Each warp owns a run of
-// consecutive entries; where an entry's predecessor is the entry before, its record comes from the lane before. Atomics:
+// consecutive entries; where an entry's predecessor is the entry before, the lane before has its record. Atomics:
 // counters, violations, status. What is out of range is reported, never read. Cost: 36 bytes an entry and buffer.
 
 constexpr int kRows = kVerifyRows;  // of 32 entries that a warp has in flight
 
-// One thing to check: that `slot` holds `position` (and `expected_token`, unless -1) after `prev_slot`.
+// One thing to check: that `slot` holds `position` (and `expected_token`, unless -1) after its predecessor.
 struct Entry {
   i64 slot;
-  i64 prev_slot;
   i64 position;
   i64 expected_token;
-  bool is_present;
+  bool is_checked;  // false: it is absent, or only the predecessor of the first entry of a warp's run
+  bool is_first;    // it has no predecessor
+  bool follows;     // its predecessor is the entry before it
 };
 
 struct VerifyOptions {
@@ -23,40 +24,23 @@ struct VerifyOptions {
   __device__ __forceinline__ bool is_padding(i64 slot) const { return slot >= 0 && slot == padding_slot; }
 };
 
-// The value of the lane before; lane 0 gets `carried`, which becomes the value of the last lane.
-__device__ __forceinline__ u64 from_lane_before(u64 value, u64& carried) {
-  const u64 before = __shfl_up_sync(kFullWarp, value, 1);
-  const u64 first = carried;
-  carried = __shfl_sync(kFullWarp, value, kWarpSize - 1);
-  return threadIdx.x % kWarpSize == 0 ? first : before;
-}
-
-// The slot of the entry before this lane's, and the hash that its record passes on; carried from row to row.
-struct Predecessor {
-  u64 slot;
-  u64 link;
-};
-
-// Whether the entry is as the record says; if not, a violation. `before` is the entry of the lane before.
+// What is wrong with the entry, if anything; the rule in full, for the few entries that are not plainly right.
 template <typename Chain>
-__device__ __forceinline__ void check_entry(const CanaryBuffer& buffer, const VerifyOptions& options, const Entry& entry,
-                                            const Record& record, const Predecessor& before) {
+__device__ __forceinline__ void examine(const CanaryBuffer& buffer, const VerifyOptions& options, const Entry& entry,
+                                        i64 prev_slot, const Record& record, u64 real_kv_hash) {
+  const i64 expected_token = options.check_verify_expected_token ? entry.expected_token : -1;
   i64 bits = 0;
   u64 expected_hash = 0;
-  if (entry.prev_slot < 0) {
+  if (prev_slot < 0) {
     expected_hash = anchor_hash();
-  } else if (options.is_padding(entry.prev_slot)) {
+  } else if (options.is_padding(prev_slot)) {
     expected_hash = record.prev_hash;  // unreachable: nothing is expected
-  } else if (entry.prev_slot >= buffer.num_slots) {
+  } else if (prev_slot >= buffer.num_slots) {
     bits |= kFailPredecessorOutOfRange;
-  } else if (static_cast<u64>(entry.prev_slot) == before.slot) {
-    expected_hash = before.link;
   } else {
-    // Rare: the first entry of a warp's run or of a window.
-    const Record prev = buffer.load(entry.prev_slot);
+    const Record prev = buffer.load(prev_slot);
     expected_hash = Chain::link(prev.prev_hash, prev.token, prev.position);
   }
-
   if (options.is_padding(entry.slot)) {
     bits = options.check_holes ? kFailPageTableHole : 0;
   } else if (!buffer.has_slot(entry.slot)) {
@@ -64,54 +48,75 @@ __device__ __forceinline__ void check_entry(const CanaryBuffer& buffer, const Ve
   } else {
     if (bits == 0 && record.prev_hash != expected_hash) bits |= kFailVerifyChainHash;
     if (record.position != static_cast<u64>(entry.position)) bits |= kFailVerifyPosition;
-    if (record.real_kv_hash != buffer.hash_real_kv(entry.slot)) bits |= kFailVerifyRealKvHash;
-    if (options.check_verify_expected_token && entry.expected_token != -1 &&
-        record.token != static_cast<u64>(entry.expected_token)) {
-      bits |= kFailVerifyToken;
-    }
+    if (record.real_kv_hash != real_kv_hash) bits |= kFailVerifyRealKvHash;
+    if (expected_token != -1 && record.token != static_cast<u64>(expected_token)) bits |= kFailVerifyToken;
   }
   if (bits != 0) {
     record_violation(buffer, {entry.slot, static_cast<i64>(record.position), static_cast<i64>(record.token),
-                              entry.expected_token, static_cast<i64>(record.prev_hash), static_cast<i64>(expected_hash),
-                              bits});
+                              expected_token, static_cast<i64>(record.prev_hash), static_cast<i64>(expected_hash), bits});
   }
 }
 
-// Hands each warp a run of consecutive entries of the block's buffer, and counts. `walk_from(t)` gives the walk from
-// entry t on: a function of the index and of whether the lane has an entry, called by all lanes in ascending order.
-template <typename Chain, typename WalkFrom>
-__device__ __forceinline__ void verify_entries(const CanaryBuffer& buffer, const VerifyOptions& options, i64 num_entries,
-                                               const WalkFrom& walk_from) {
+// Hands each warp a run of consecutive entries of the block's buffer, and counts. A walk gives the entries to all lanes,
+// in ascending order. It begins one entry before the run, so that the run's first entry has its predecessor beside it.
+template <typename Chain, typename Walk>
+__device__ __forceinline__ void verify_entries(const CanaryBuffer& buffer, const VerifyOptions& options,
+                                               int num_entries, Walk& walk) {
+  const int lane = threadIdx.x % kWarpSize;
   const unsigned num_buffers = static_cast<unsigned>(options.num_buffers);
-  const i64 block = blockIdx.x / num_buffers;
-  const i64 warps_per_block = blockDim.x / kWarpSize;
-  const i64 num_warps = gridDim.x / num_buffers * warps_per_block;
-  const i64 warp = block * warps_per_block + threadIdx.x / kWarpSize;
-  constexpr i64 kStep = kRows * kWarpSize;
-  const i64 num_steps = (num_entries + kStep - 1) / kStep;
-  const i64 begin = num_steps * warp / num_warps * kStep;
-  const i64 end = clamp(num_steps * (warp + 1) / num_warps * kStep, 0, num_entries);
+  const int warps_per_block = blockDim.x / kWarpSize;
+  const unsigned block = blockIdx.x / num_buffers;
+  const i64 num_warps = static_cast<i64>(gridDim.x / num_buffers) * warps_per_block;
+  const i64 warp = static_cast<i64>(block) * warps_per_block + threadIdx.x / kWarpSize;
+  const i64 begin = num_entries * warp / num_warps;
+  const i64 end = num_entries * (warp + 1) / num_warps;
   if (begin < end) {
-    auto walk = walk_from(begin);
-    Predecessor carried = {~0ull, 0};  // no slot: slots of the buffer are below 2^32
-    for (i64 first = begin + threadIdx.x % kWarpSize; first - threadIdx.x % kWarpSize < end; first += kStep) {
+    const i64 walk_begin = begin > 0 ? begin - 1 : 0;
+    walk.start(walk_begin);
+    u64 carried_link = 0;  // of the last lane's entry in the row before, for lane 0
+    unsigned carried_is_read = 0;
+    for (i64 first = walk_begin; first < end; first += kRows * kWarpSize) {
       Entry entries[kRows];
       Record records[kRows];
-#pragma unroll
-      for (int k = 0; k < kRows; ++k) entries[k] = walk(first + k * kWarpSize, first + k * kWarpSize < end);
+      u64 real_kv_hashes[kRows];
+      bool is_read[kRows];
 #pragma unroll
       for (int k = 0; k < kRows; ++k) {
-        const i64 slot = entries[k].slot;
-        records[k] = {0, 0, 0, 0};
-        if (entries[k].is_present && buffer.has_slot(slot) && !options.is_padding(slot)) records[k] = buffer.load(slot);
+        const i64 t = first + k * kWarpSize + lane;
+        entries[k] = walk.entry(t, t < end);
+        entries[k].is_checked &= t >= begin;
       }
 #pragma unroll
       for (int k = 0; k < kRows; ++k) {
+        const i64 slot = entries[k].slot;
+        is_read[k] = buffer.has_slot(slot) && slot != options.padding_slot;
+        records[k] = is_read[k] ? buffer.load(slot) : Record{0, 0, 0, 0};
+        real_kv_hashes[k] = is_read[k] ? buffer.hash_real_kv(slot) : 0;
+      }
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        const Entry& entry = entries[k];
         const Record& record = records[k];
+        const unsigned is_read_mask = __ballot_sync(kFullWarp, is_read[k]);
+        const bool is_before_read = lane == 0 ? carried_is_read : is_read_mask >> (lane - 1) & 1;
+        carried_is_read = is_read_mask >> (kWarpSize - 1);
+        // A rotation: lane 0 gets the last lane's value, which it needs in the next row.
         const u64 link = Chain::link(record.prev_hash, record.token, record.position);
-        const Predecessor before = {from_lane_before(static_cast<u64>(entries[k].slot), carried.slot),
-                                    from_lane_before(link, carried.link)};
-        if (entries[k].is_present) check_entry<Chain>(buffer, options, entries[k], record, before);
+        const u64 rotated = __shfl_sync(kFullWarp, link, (lane + kWarpSize - 1) % kWarpSize);
+        const u64 link_before = lane == 0 ? carried_link : rotated;
+        carried_link = rotated;
+
+        const u64 expected_hash = entry.is_first ? anchor_hash() : link_before;
+        const bool is_right = is_read[k] && (entry.is_first || (entry.follows && is_before_read)) &&
+                              record.prev_hash == expected_hash &&
+                              record.position == static_cast<u64>(entry.position) &&
+                              record.real_kv_hash == real_kv_hashes[k] &&
+                              (!options.check_verify_expected_token || entry.expected_token == -1 ||
+                               record.token == static_cast<u64>(entry.expected_token));
+        if (entry.is_checked && !is_right) {
+          const i64 prev_slot = walk.prev_slot(first + k * kWarpSize + lane, entry);
+          examine<Chain>(buffer, options, entry, prev_slot, record, real_kv_hashes[k]);
+        }
       }
     }
   }
@@ -119,6 +124,10 @@ __device__ __forceinline__ void verify_entries(const CanaryBuffer& buffer, const
     atomicAdd(reinterpret_cast<u64*>(buffer.slot_run_counter), static_cast<u64>(num_entries));
     atomicAdd(reinterpret_cast<u64*>(buffer.kernel_run_counter), 1ull);
   }
+}
+
+__device__ __forceinline__ int entries_to_check(const int* enable, const int* num_valid, i64 capacity) {
+  return __ldg(enable) == 0 ? 0 : static_cast<int>(clamp(__ldg(num_valid), 0, capacity));
 }
 
 // ---- materialised entries -------------------------------------------------------------------------------------
@@ -135,17 +144,31 @@ struct VerifyArgs {
   i64 verify_capacity;
 };
 
+// The entries as they stand in the arrays.
+struct PlanWalk {
+  const VerifyArgs& args;
+
+  __device__ __forceinline__ void start(i64) {}
+
+  __device__ __forceinline__ Entry entry(i64 t, bool is_in_run) const {
+    if (!is_in_run) return {-1, 0, -1, false, false, false};
+    const i64 prev_slot = __ldg(args.verify_prev_slot_indices + t);
+    return {__ldg(args.verify_slot_indices + t),
+            __ldg(args.verify_expected_positions + t),
+            __ldg(args.verify_expected_tokens + t),
+            true,
+            prev_slot < 0,
+            t > 0 && __ldg(args.verify_slot_indices + t - 1) == prev_slot};
+  }
+
+  __device__ __forceinline__ i64 prev_slot(i64 t, const Entry&) const { return __ldg(args.verify_prev_slot_indices + t); }
+};
+
 template <typename Chain>
 __device__ __forceinline__ void verify(const VerifyArgs& args) {
-  const i64 num_entries = *args.enable != 0 ? clamp(*args.verify_num_valid, 0, args.verify_capacity) : 0;
-  const CanaryBuffer& buffer = args.buffers[blockIdx.x % static_cast<unsigned>(args.options.num_buffers)];
-  verify_entries<Chain>(buffer, args.options, num_entries, [&](i64) {
-    return [&](i64 t, bool has_entry) {
-      if (!has_entry) return Entry{-1, -1, 0, -1, false};
-      return Entry{__ldg(args.verify_slot_indices + t), __ldg(args.verify_prev_slot_indices + t),
-                   __ldg(args.verify_expected_positions + t), __ldg(args.verify_expected_tokens + t), true};
-    };
-  });
+  PlanWalk walk = {args};
+  verify_entries<Chain>(args.buffers[blockIdx.x % static_cast<unsigned>(args.options.num_buffers)], args.options,
+                        entries_to_check(args.enable, args.verify_num_valid, args.verify_capacity), walk);
 }
 
 extern "C" __global__ void __launch_bounds__(kVerifyThreads) kvc_verify(const __grid_constant__ VerifyArgs args) {
@@ -181,46 +204,50 @@ struct VerifyBatchArgs {
   i64 kv_token_id_vs_position_offset;
 };
 
-// Last request whose offset is at most t, searched by the whole warp: 32 offsets a step.
-__device__ __forceinline__ i64 find_request(const i64* offsets, i64 bs, i64 t) {
-  const int lane = threadIdx.x % kWarpSize;
-  i64 first = 0;
-  for (i64 count = bs; count > 1;) {
-    const i64 stride = (count + kWarpSize - 1) / kWarpSize;
-    const bool is_at_most = lane * stride < count && __ldg(offsets + first + lane * stride) <= t;
-    const unsigned at_most = __ballot_sync(kFullWarp, is_at_most);
-    const i64 skipped = at_most == 0 ? 0 : (kWarpSize - 1 - __clz(static_cast<int>(at_most))) * stride;
-    first += skipped;
-    count = count - skipped < stride ? count - skipped : stride;
-  }
-  return first;
-}
-
-// The entries of a batch, for a warp that walks them in ascending order.
+// The entries of a batch as its page table implies them. Positions and entries fit 32 bits (checked on the host).
 struct BatchWalk {
   const VerifyBatchArgs& args;
-  int& status;
-  i64 run_begin;
-  i64 r;
-  i64 begin;  // entries of request r: [begin, end), once a lane has advanced to it
-  i64 end;
+  int status;
+  int r;
+  i64 end;  // of the entries of request r; 0 before a lane has looked at one
   ReadRange range;
-  u64 carried_slot;
+  i64 first_position;  // position of an entry t of request r: first_position + t
+
+  // Last request whose offset is at most t, searched by the whole warp: 32 offsets a step.
+  __device__ __forceinline__ void start(i64 t) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int bs = static_cast<int>(args.bs);
+    r = 0;
+    end = 0;
+    for (int count = bs; count > 1;) {
+      const int stride = (count + kWarpSize - 1) / kWarpSize;
+      const bool is_at_most = lane * stride < count && __ldg(args.verify_offsets_scratch + r + lane * stride) <= t;
+      const unsigned at_most = __ballot_sync(kFullWarp, is_at_most);
+      const int skipped = at_most == 0 ? 0 : (kWarpSize - 1 - __clz(static_cast<int>(at_most))) * stride;
+      r += skipped;
+      count = count - skipped < stride ? count - skipped : stride;
+    }
+  }
 
   // Moves on to the request of entry t: by doubling steps, since many requests may be empty.
   __device__ __forceinline__ void advance(i64 t) {
     const i64* offsets = args.verify_offsets_scratch;
-    i64 step = 1;
-    while (r + step < args.bs && __ldg(offsets + r + step) <= t) {
+    const int bs = static_cast<int>(args.bs);
+    int step = 1;
+    while (step < bs - r && __ldg(offsets + r + step) <= t) {
       r += step;
       step *= 2;
     }
     for (step /= 2; step > 0; step /= 2) {
-      if (r + step < args.bs && __ldg(offsets + r + step) <= t) r += step;
+      if (step < bs - r && __ldg(offsets + r + step) <= t) r += step;
     }
-    begin = __ldg(offsets + r);
+    const i64 begin = __ldg(offsets + r);
     end = __ldg(offsets + r + 1);
     range = read_range(args.page_table, args.req_pool_indices[r], args.prefix_lens[r], args.swa_window_size, status);
+    // Offsets that are not those of this batch must not lead outside of the row.
+    const bool is_of_batch = begin >= 0 && begin <= t;
+    if (!is_of_batch) range.prefix_len = 0;
+    first_position = is_of_batch ? range.window_start - begin : 0;
   }
 
   __device__ __forceinline__ i64 slot_at(i64 position) {
@@ -234,38 +261,28 @@ struct BatchWalk {
     return __ldg(args.expected_tokens + range.row * args.expected_stride0 + index);
   }
 
-  __device__ __forceinline__ Entry operator()(i64 t, bool has_entry) {
-    Entry entry = {-1, -1, 0, -1, false};
-    if (has_entry) {
-      if (t >= end) advance(t);
-      entry.position = range.window_start + (t - begin);
-      // Offsets that are not those of this batch must not lead outside of the row.
-      entry.is_present = t >= begin && entry.position < range.prefix_len;
-    }
-    if (entry.is_present) {
-      entry.slot = slot_at(entry.position);
-      entry.expected_token = expected_token_at(entry.position);
-    }
-    const i64 slot_before = static_cast<i64>(from_lane_before(static_cast<u64>(entry.slot), carried_slot));
-    if (entry.is_present && entry.position > 0) {
-      const bool is_entry_before = entry.position > range.window_start && t > run_begin;
-      entry.prev_slot = is_entry_before ? slot_before : slot_at(entry.position - 1);
-    }
-    return entry;
+  __device__ __forceinline__ Entry entry(i64 t, bool is_in_run) {
+    if (!is_in_run) return {-1, 0, -1, false, false, false};
+    if (t >= end) advance(t);
+    const i64 position = first_position + t;
+    if (position >= range.prefix_len) return {-1, 0, -1, false, false, false};
+    return {slot_at(position), position,     expected_token_at(position),
+            true,              position == 0, position > range.window_start};
+  }
+
+  __device__ __forceinline__ i64 prev_slot(i64, const Entry& entry) {
+    return entry.is_first ? -1 : slot_at(entry.position - 1);
   }
 };
 
 template <typename Chain>
 __device__ __forceinline__ void verify_batch(const VerifyBatchArgs& args) {
-  const bool is_enabled = *args.verify_enable != 0 && args.bs > 0;
-  const i64 num_entries = is_enabled ? clamp(*args.verify_num_valid, 0, args.verify_capacity) : 0;
-  const CanaryBuffer& buffer = args.buffers[blockIdx.x % static_cast<unsigned>(args.options.num_buffers)];
-  int status = 0;
-  verify_entries<Chain>(buffer, args.options, num_entries, [&](i64 t) {
-    const i64 r = find_request(args.verify_offsets_scratch, args.bs, t);
-    return BatchWalk{args, status, t, r, 0, 0, {0, 0, 0, false}, 0};
-  });
-  report_status(args.out_status, status);
+  const int num_entries =
+      args.bs == 0 ? 0 : entries_to_check(args.verify_enable, args.verify_num_valid, args.verify_capacity);
+  BatchWalk walk = {args, 0, 0, 0, {0, 0, 0, false}, 0};
+  verify_entries<Chain>(args.buffers[blockIdx.x % static_cast<unsigned>(args.options.num_buffers)], args.options,
+                        num_entries, walk);
+  report_status(args.out_status, walk.status);
 }
 
 extern "C" __global__ void __launch_bounds__(kVerifyThreads)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import ArrayView, view_array
+from ..arrays import ArrayView, view_arrays
 from ..catalogue import error
 from ..checks import (
     INT32,
@@ -20,12 +20,9 @@ from ..checks import (
     check_int,
     check_length,
     check_length_at_least,
-    check_no_overlap,
     check_non_negative,
-    check_one_device,
     check_positive,
     check_rank,
-    check_writable,
 )
 from ..constants import (
     INT32_MAX,
@@ -36,15 +33,13 @@ from ..constants import (
     PLAN_OFFSETS_TILE_THREADS,
     StatusBit,
 )
-from ..launch import BACKENDS, Launch, Operation, ceil_div, named_views
+from ..launch import BACKENDS, Launch, Operation, ceil_div, check_memory_and_run
 from ..page_tables import (
     PAGE_TABLE_ARGS,
-    BlockTable,
-    PageList,
     PageTableView,
     index_array_args,
     page_table_args,
-    view_paged_table,
+    take_paged_table,
     view_slot_table,
 )
 from ..reference.plan_offsets import plan_offsets as reference
@@ -231,21 +226,18 @@ def launch_plan_offsets_kernel(
         "out_write_num_valid_reqs": out_write_num_valid_reqs,
         "out_status": out_status,
     }
-    paged = _take_paged_table(named)
-    views = _view_arrays(named)
-    for name, view in views.items():
-        check_contiguous(name, view)
-    for name, view in views.items():
-        check_dtype(name, view, INT32 if name in _INT32_ARRAYS else INT64)
-    _check_and_run(
+    paged = take_paged_table(named)
+    views = view_arrays(named, OPTIONAL_ARRAYS)
+    check_layout(views)
+    arguments = check_arguments(
         views,
         paged,
         bs=bs,
         bs_block_size=bs_block_size,
         swa_window_size=swa_window_size,
         verify_capacity=verify_capacity,
-        stream=stream,
     )
+    check_memory_and_run(OPERATION, arguments, stream)
 
 
 def plan_offsets(
@@ -293,8 +285,8 @@ def plan_offsets(
         "req_to_token": req_to_token,
         "full_to_swa_index_mapping": full_to_swa_index_mapping,
     }
-    paged = _take_paged_table(inputs)
-    views = _view_arrays({name: _array_of_list(value) for name, value in inputs.items()})
+    paged = take_paged_table(inputs)
+    views = view_arrays({name: _array_of_list(value) for name, value in inputs.items()}, OPTIONAL_ARRAYS)
     for name, view in views.items():
         if name == "req_to_token":
             check_rank(name, view, 2)
@@ -321,7 +313,7 @@ def plan_offsets(
         write_num_valid_reqs=scalars[2:3],
         status=scalars[3:4],
     )
-    views |= _view_arrays(
+    views |= view_arrays(
         {
             "out_verify_offsets_scratch": plan.verify_offsets,
             "out_write_offsets": plan.write_offsets,
@@ -330,17 +322,18 @@ def plan_offsets(
             "out_verify_enable": plan.verify_enable,
             "out_write_num_valid_reqs": plan.write_num_valid_reqs,
             "out_status": plan.status,
-        }
+        },
+        optional=(),
     )
-    _check_and_run(
+    arguments = check_arguments(
         views,
         paged,
         bs=None,
         bs_block_size=bs,
         swa_window_size=swa_window_size,
         verify_capacity=INT32_MAX if verify_capacity is None else verify_capacity,
-        stream=stream,
     )
+    check_memory_and_run(OPERATION, arguments, stream)
     backend.hand_over(device, stream)
     return plan
 
@@ -349,22 +342,7 @@ _INT32_ARRAYS = frozenset(
     ("req_to_token", "out_verify_num_valid", "out_verify_enable", "out_write_num_valid_reqs", "out_status")
 )
 _ONE_ELEMENT_OUTPUTS = ("out_verify_num_valid", "out_verify_enable", "out_write_num_valid_reqs", "out_status")
-_OPTIONAL_ARRAYS = ("full_to_swa_index_mapping", "out_status")
-
-
-def _view_arrays(named: dict[str, Any]) -> dict[str, ArrayView]:
-    return {
-        name: view_array(name, array)
-        for name, array in named.items()
-        if not (array is None and name in _OPTIONAL_ARRAYS)
-    }
-
-
-def _take_paged_table(named: dict[str, Any]) -> PageTableView | None:
-    """Remove a block table or page list from the arrays by name; its view. None for a table of slots."""
-    if not isinstance(named["req_to_token"], (BlockTable, PageList)):
-        return None
-    return view_paged_table(named.pop("req_to_token"))
+OPTIONAL_ARRAYS = ("full_to_swa_index_mapping", "out_status")
 
 
 def _array_of_list(value: Any) -> Any:
@@ -374,7 +352,15 @@ def _array_of_list(value: Any) -> Any:
     return np.asarray(value) if len(value) else np.empty(0, np.int64)
 
 
-def _check_and_run(
+def check_layout(views: dict[str, ArrayView]) -> None:
+    """Strict launchers take contiguous arrays of one dtype each."""
+    for name, view in views.items():
+        check_contiguous(name, view)
+    for name, view in views.items():
+        check_dtype(name, view, INT32 if name in _INT32_ARRAYS else INT64)
+
+
+def check_arguments(
     views: dict[str, ArrayView],
     paged: PageTableView | None,
     *,
@@ -382,9 +368,12 @@ def _check_and_run(
     bs_block_size: int,
     swa_window_size: int,
     verify_capacity: int,
-    stream: Any,
-) -> None:
-    """Check what does not depend on the dtypes accepted, in the order of the contract, then run."""
+    scratch_length: int | None = None,
+) -> dict[str, Any]:
+    """The operation's arguments, after the checks that do not depend on the dtypes accepted, in the contract's order.
+
+    The scratch is at least `scratch_length` long, None for bs_block_size + 1.
+    """
     bs_is_given = bs is not None
     bs = check_int("bs", bs) if bs_is_given else views["req_pool_indices"].size
     bs_block_size = check_int("bs_block_size", bs_block_size)
@@ -410,7 +399,8 @@ def _check_and_run(
             check_length_at_least(name, views[name].size, bs)
         else:
             check_length(name, views[name].size, bs)
-    check_length_at_least("out_verify_offsets_scratch", views["out_verify_offsets_scratch"].size, bs_block_size + 1)
+    scratch_length = bs_block_size + 1 if scratch_length is None else scratch_length
+    check_length_at_least("out_verify_offsets_scratch", views["out_verify_offsets_scratch"].size, scratch_length)
     for name in _ONE_ELEMENT_OUTPUTS:
         if name in views:
             check_length(name, views[name].size, 1)
@@ -425,23 +415,14 @@ def _check_and_run(
         )
     if bs > write_req_capacity:
         raise error("kv-canary-bs-exceeds-write-req-capacity", name="bs", got=bs, write_req_capacity=write_req_capacity)
-    page_table = view_slot_table(views["req_to_token"]) if paged is None else paged
-    memory = views | dict(named_views("page_table", page_table))
-    check_one_device(memory)
-    outputs = [name for name in views if name in OPERATION.outputs]
-    for name in outputs:
-        check_writable(name, views[name])
-    check_no_overlap(memory, outputs)
-
-    arguments: dict[str, Any] = {name: views.get(name) for name in _OPTIONAL_ARRAYS}
-    arguments |= {name: view for name, view in views.items() if name != "req_to_token"}
-    arguments |= {
-        "page_table": page_table,
+    return {
+        **{name: view for name, view in views.items() if name != "req_to_token"},
+        **{name: None for name in OPTIONAL_ARRAYS if name not in views},
+        "page_table": view_slot_table(views["req_to_token"]) if paged is None else paged,
         "swa_window_size": swa_window_size,
         "verify_capacity": verify_capacity,
         "bs": bs,
     }
-    BACKENDS[views["req_pool_indices"].device.type].run(OPERATION, arguments, stream)
 
 
 def _launches(

@@ -116,6 +116,7 @@ def _check(
 ) -> None:
     """Append a violation for each entry that is not as its record says."""
     slots, prev_slots = entries.slots, entries.prev_slots
+    expected_tokens = entries.expected_tokens if check_verify_expected_token else np.full(len(slots), -1, np.int64)
     is_padding = (slots == padding_slot) & (slots >= 0)
     is_read = ~is_padding & (slots >= 0) & (slots < buffer.num_slots)
     fields = records(buffer)
@@ -137,19 +138,19 @@ def _check(
     bits[is_padding] = FailReason.PAGE_TABLE_HOLE if check_holes else 0
     real_kv = np.zeros(len(slots), np.uint64)
     real_kv[is_read] = hash_real_kv(buffer, slots[is_read])
-    wrong_token = (entries.expected_tokens != -1) & (token != entries.expected_tokens.view(np.uint64))
+    wrong_token = (expected_tokens != -1) & (token != expected_tokens.view(np.uint64))
     for reason, is_wrong in (
         (FailReason.VERIFY_CHAIN_HASH, ~outside & (prev_hash != expected_hash)),
         (FailReason.VERIFY_POSITION, position != entries.positions.view(np.uint64)),
         (FailReason.VERIFY_REAL_KV_HASH, real_kv_hash != real_kv),
-        (FailReason.VERIFY_TOKEN, wrong_token & check_verify_expected_token),
+        (FailReason.VERIFY_TOKEN, wrong_token),
     ):
         bits[is_read & is_wrong] |= reason
 
     failed = np.flatnonzero(bits)
     rows = np.empty((len(failed), 8), np.int64)
     rows[:, 0] = buffer.kernel_kind
-    rows[:, 4] = entries.expected_tokens[failed]
+    rows[:, 4] = expected_tokens[failed]
     for column, values in ((2, position), (3, token), (5, prev_hash), (6, expected_hash)):
         rows[:, column] = values[failed].view(np.int64)
     rows[:, 1], rows[:, 7] = slots[failed], bits[failed]
