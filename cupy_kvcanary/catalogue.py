@@ -178,6 +178,39 @@ _ENTRIES = (
         fix="allocate the write outputs for the largest batch",
         prevention="Size every per-request buffer from one largest batch.",
     ),
+    # -- plan entries and scatter -----------------------------------------------------------------------------
+    CatalogueEntry(
+        slug="kv-canary-must-be-a-plan",
+        message="{name} must be a {expected} of this package, got {got}",
+        trigger="Something else stands where the combined plan launcher writes a plan.",
+        cause="The two plans were exchanged, or a plan type of another program is used.",
+        fix="build a VerifyPlan and a WritePlan around the arrays, or call their allocate()",
+        prevention="Build both plans once, when the pool is allocated.",
+    ),
+    CatalogueEntry(
+        slug="kv-canary-window-needs-the-mapping",
+        message="launch_canary_plan_kernels requires full_to_swa_index_mapping when swa_window_size > 0",
+        trigger="A window was given for a table of slots, without the mapping to the sliding-window pool's slots.",
+        cause="The full-attention group's call copied for the sliding-window group.",
+        fix="pass the pool's full_to_swa_index_mapping, or swa_window_size=0 for full attention",
+        prevention="Keep window and mapping together in one place, for each group of layers.",
+    ),
+    CatalogueEntry(
+        slug="kv-canary-verify-capacity-must-equal-the-plans-length",
+        message="verify_capacity must equal the verify plan's length {plan_length}, got {got}",
+        trigger="The capacity that decides about skipping a step is not the room that the plan has.",
+        cause="A plan of another group of layers, or a capacity that was changed after the plan was allocated.",
+        fix="pass the length of verify_plan_out.verify_slot_indices",
+        prevention="Derive the argument from the plan.",
+    ),
+    CatalogueEntry(
+        slug="kv-canary-valid-lens-must-be-given",
+        message="{name} must be given with req_to_verify_expected_tokens, got {got}",
+        trigger="There are expected tokens, but not how many of each request's are valid.",
+        cause="The lengths were left at None.",
+        fix="pass int64[bs] with the valid tokens of each request, or no expected tokens",
+        prevention="Keep the token pool and its lengths together.",
+    ),
     # -- canary buffers and real KV ---------------------------------------------------------------------------
     CatalogueEntry(
         slug="kv-canary-must-be-a-multiple",

@@ -43,8 +43,10 @@ INT32_MAX: Final = 2**31 - 1
 
 # Launch geometry of the verify kernels; measured (docs/performance.md).
 VERIFY_THREADS: Final = 256
-VERIFY_ROWS: Final = 2
+VERIFY_ROWS: Final = 1
 """Rows of 32 entries that a warp has in flight."""
+VERIFY_BLOCKS_PER_MULTIPROCESSOR: Final = 4
+"""That the compiler makes room for."""
 
 # Launch geometry of the write kernels; measured (docs/performance.md).
 WRITE_THREADS: Final = 128

@@ -28,6 +28,7 @@ _INJECTED = (
     ("int", "INT32_MAX"),
     ("int", "VERIFY_THREADS"),
     ("int", "VERIFY_ROWS"),
+    ("int", "VERIFY_BLOCKS_PER_MULTIPROCESSOR"),
     ("int", "WRITE_THREADS"),
     ("int", "WRITE_SCAN_THREADS"),
     ("int", "WRITE_SCAN_ITEMS"),
@@ -41,7 +42,7 @@ _INJECTED = (
 
 _SUFFIX = {"int": "", "unsigned long long": "ull"}
 
-STEMS = ("plan_offsets",)
+STEMS = ("plan_entries", "plan_offsets", "scatter")
 """The kernels, one `kernels/<stem>.cu` each."""
 
 

@@ -164,14 +164,18 @@ struct CanaryBuffer {
     return ((reinterpret_cast<u64>(canary_buf) | static_cast<u64>(slot_stride)) & 15) == 0;
   }
 
-  // Of a slot that the buffer has. The coherent load: writers of other slots may run beside it.
+  // Of a slot that the buffer has, where records are aligned. The coherent load: writers of other slots may run beside.
+  __device__ __forceinline__ Record load_aligned(i64 slot) const {
+    const ulonglong2* halves = reinterpret_cast<const ulonglong2*>(record(slot));
+    const ulonglong2 head = halves[0];
+    const ulonglong2 tail = halves[1];
+    return {head.x, head.y, tail.x, tail.y};
+  }
+
+  // Of a slot that the buffer has.
   __device__ __forceinline__ Record load(i64 slot) const {
+    if (has_aligned_records()) return load_aligned(slot);
     const u64* fields = record(slot);
-    if (has_aligned_records()) {
-      const ulonglong2 head = reinterpret_cast<const ulonglong2*>(fields)[0];
-      const ulonglong2 tail = reinterpret_cast<const ulonglong2*>(fields)[1];
-      return {head.x, head.y, tail.x, tail.y};
-    }
     return {fields[0], fields[1], fields[2], fields[3]};
   }
 

@@ -59,6 +59,7 @@ __device__ __forceinline__ void examine(const CanaryBuffer& buffer, const Verify
 
 // Hands each warp a run of consecutive entries of the block's buffer, and counts. A walk gives the entries to all lanes,
 // in ascending order. It begins one entry before the run, so that the run's first entry has its predecessor beside it.
+// In a walk with kIsPlain nothing but chain and position is to be checked: no real KV, no tokens, records of 16-byte parts.
 template <typename Chain, typename Walk>
 __device__ __forceinline__ void verify_entries(const CanaryBuffer& buffer, const VerifyOptions& options,
                                                int num_entries, Walk& walk) {
@@ -66,10 +67,11 @@ __device__ __forceinline__ void verify_entries(const CanaryBuffer& buffer, const
   const unsigned num_buffers = static_cast<unsigned>(options.num_buffers);
   const int warps_per_block = blockDim.x / kWarpSize;
   const unsigned block = blockIdx.x / num_buffers;
-  const i64 num_warps = static_cast<i64>(gridDim.x / num_buffers) * warps_per_block;
-  const i64 warp = static_cast<i64>(block) * warps_per_block + threadIdx.x / kWarpSize;
-  const i64 begin = num_entries * warp / num_warps;
-  const i64 end = num_entries * (warp + 1) / num_warps;
+  const unsigned num_warps = gridDim.x / num_buffers * warps_per_block;
+  const unsigned warp = block * warps_per_block + threadIdx.x / kWarpSize;
+  const i64 run_len = (static_cast<unsigned>(num_entries) + num_warps - 1) / num_warps;
+  const i64 begin = clamp(warp * run_len, 0, num_entries);
+  const i64 end = clamp(begin + run_len, 0, num_entries);
   if (begin < end) {
     const i64 walk_begin = begin > 0 ? begin - 1 : 0;
     walk.start(walk_begin);
@@ -90,8 +92,10 @@ __device__ __forceinline__ void verify_entries(const CanaryBuffer& buffer, const
       for (int k = 0; k < kRows; ++k) {
         const i64 slot = entries[k].slot;
         is_read[k] = buffer.has_slot(slot) && slot != options.padding_slot;
-        records[k] = is_read[k] ? buffer.load(slot) : Record{0, 0, 0, 0};
-        real_kv_hashes[k] = is_read[k] ? buffer.hash_real_kv(slot) : 0;
+        records[k] = {0, 0, 0, 0};
+        real_kv_hashes[k] = 0;
+        if (is_read[k]) records[k] = Walk::kIsPlain ? buffer.load_aligned(slot) : buffer.load(slot);
+        if (is_read[k] && !Walk::kIsPlain) real_kv_hashes[k] = buffer.hash_real_kv(slot);
       }
 #pragma unroll
       for (int k = 0; k < kRows; ++k) {
@@ -111,7 +115,7 @@ __device__ __forceinline__ void verify_entries(const CanaryBuffer& buffer, const
                               record.prev_hash == expected_hash &&
                               record.position == static_cast<u64>(entry.position) &&
                               record.real_kv_hash == real_kv_hashes[k] &&
-                              (!options.check_verify_expected_token || entry.expected_token == -1 ||
+                              (Walk::kIsPlain || !options.check_verify_expected_token || entry.expected_token == -1 ||
                                record.token == static_cast<u64>(entry.expected_token));
         if (entry.is_checked && !is_right) {
           const i64 prev_slot = walk.prev_slot(first + k * kWarpSize + lane, entry);
@@ -146,6 +150,7 @@ struct VerifyArgs {
 
 // The entries as they stand in the arrays.
 struct PlanWalk {
+  static constexpr bool kIsPlain = false;
   const VerifyArgs& args;
 
   __device__ __forceinline__ void start(i64) {}
@@ -171,11 +176,13 @@ __device__ __forceinline__ void verify(const VerifyArgs& args) {
                         entries_to_check(args.enable, args.verify_num_valid, args.verify_capacity), walk);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads) kvc_verify(const __grid_constant__ VerifyArgs args) {
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocksPerMultiprocessor)
+    kvc_verify(const __grid_constant__ VerifyArgs args) {
   verify<SplitMixChain>(args);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads) kvc_verify_affine(const __grid_constant__ VerifyArgs args) {
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocksPerMultiprocessor)
+    kvc_verify_affine(const __grid_constant__ VerifyArgs args) {
   verify<AffineChain>(args);
 }
 
@@ -204,14 +211,18 @@ struct VerifyBatchArgs {
   i64 kv_token_id_vs_position_offset;
 };
 
-// The entries of a batch as its page table implies them. Positions and entries fit 32 bits (checked on the host).
+// The entries of a batch as its page table implies them. A plain batch, the common one, has a table of int32 slots,
+// no mapping and no expected tokens; without the branches for those, an entry costs half the instructions.
+template <bool kIsPlainBatch>
 struct BatchWalk {
+  static constexpr bool kIsPlain = kIsPlainBatch;
   const VerifyBatchArgs& args;
   int status;
   int r;
   i64 end;  // of the entries of request r; 0 before a lane has looked at one
   ReadRange range;
   i64 first_position;  // position of an entry t of request r: first_position + t
+  const int* row_slots;  // of the row, in a plain batch
 
   // Last request whose offset is at most t, searched by the whole warp: 32 offsets a step.
   __device__ __forceinline__ void start(i64 t) {
@@ -248,14 +259,16 @@ struct BatchWalk {
     const bool is_of_batch = begin >= 0 && begin <= t;
     if (!is_of_batch) range.prefix_len = 0;
     first_position = is_of_batch ? range.window_start - begin : 0;
+    row_slots = static_cast<const int*>(args.page_table.entries.data) + range.row * args.page_table.stride0;
   }
 
   __device__ __forceinline__ i64 slot_at(i64 position) {
+    if (kIsPlain) return __ldg(row_slots + position);
     return map_to_swa(args.page_table.slot(range.row, position), args.full_to_swa_index_mapping, args.lut_len, status);
   }
 
   __device__ __forceinline__ i64 expected_token_at(i64 position) const {
-    if (args.expected_tokens == nullptr || range.row >= args.expected_rows) return -1;
+    if (kIsPlain || args.expected_tokens == nullptr || range.row >= args.expected_rows) return -1;
     const i64 index = position + args.kv_token_id_vs_position_offset;
     if (index < 0 || index >= args.expected_width || index >= args.expected_valid_lens[r]) return -1;
     return __ldg(args.expected_tokens + range.row * args.expected_stride0 + index);
@@ -275,22 +288,32 @@ struct BatchWalk {
   }
 };
 
-template <typename Chain>
+template <typename Chain, bool kIsPlain>
 __device__ __forceinline__ void verify_batch(const VerifyBatchArgs& args) {
   const int num_entries =
       args.bs == 0 ? 0 : entries_to_check(args.verify_enable, args.verify_num_valid, args.verify_capacity);
-  BatchWalk walk = {args, 0, 0, 0, {0, 0, 0, false}, 0};
+  BatchWalk<kIsPlain> walk = {args, 0, 0, 0, {0, 0, 0, false}, 0, nullptr};
   verify_entries<Chain>(args.buffers[blockIdx.x % static_cast<unsigned>(args.options.num_buffers)], args.options,
                         num_entries, walk);
   report_status(args.out_status, walk.status);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocksPerMultiprocessor)
     kvc_verify_batch(const __grid_constant__ VerifyBatchArgs args) {
-  verify_batch<SplitMixChain>(args);
+  verify_batch<SplitMixChain, false>(args);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocksPerMultiprocessor)
     kvc_verify_batch_affine(const __grid_constant__ VerifyBatchArgs args) {
-  verify_batch<AffineChain>(args);
+  verify_batch<AffineChain, false>(args);
+}
+
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocksPerMultiprocessor)
+    kvc_verify_batch_plain(const __grid_constant__ VerifyBatchArgs args) {
+  verify_batch<SplitMixChain, true>(args);
+}
+
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocksPerMultiprocessor)
+    kvc_verify_batch_plain_affine(const __grid_constant__ VerifyBatchArgs args) {
+  verify_batch<AffineChain, true>(args);
 }

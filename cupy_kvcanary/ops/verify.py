@@ -38,7 +38,7 @@ from ..checks import (
     check_rank,
     check_writable,
 )
-from ..constants import VERIFY_ROWS, VERIFY_THREADS
+from ..constants import VERIFY_BLOCKS_PER_MULTIPROCESSOR, VERIFY_ROWS, VERIFY_THREADS
 from ..launch import BACKENDS, Launch, Operation, ceil_div, named_views
 from ..page_tables import PAGE_TABLE_ARGS, PageTableView, index_array_args, page_table_args, view_page_table
 from ..reference.verify import verify as verify_reference
@@ -103,8 +103,8 @@ VERIFY_BATCH_ARGS = np.dtype(
 )
 """Twin of `VerifyBatchArgs` in kernels/verify.cu."""
 
-# Blocks for each buffer: enough to fill the largest GPU (measured on one of 132 multiprocessors).
-_MAX_BLOCKS = 1056
+# Blocks for each buffer: one wave on a GPU of 132 multiprocessors, the largest there is (measured).
+_MAX_BLOCKS = 132 * VERIFY_BLOCKS_PER_MULTIPROCESSOR
 
 
 def launch_canary_verify_kernel(
@@ -428,7 +428,17 @@ def _verify_batch_launches(
         ),
         VERIFY_BATCH_ARGS,
     )
-    return _launch("kvc_verify_batch", chain, len(buffers), min(verify_capacity, _most_entries(page_table, bs)), args)
+    is_plain = (
+        page_table.page_size == 1
+        and page_table.page_indptr is None
+        and page_table.req_to_token.dtype == "int32"
+        and full_to_swa_index_mapping is None
+        and not check_verify_expected_token
+        and not any(buffer.real_kv_sources for buffer in buffers)
+        and not any((buffer.canary_buf.pointer | buffer.slot_stride) % 16 for buffer in buffers)
+    )
+    entry = "kvc_verify_batch_plain" if is_plain else "kvc_verify_batch"
+    return _launch(entry, chain, len(buffers), min(verify_capacity, _most_entries(page_table, bs)), args)
 
 
 def _most_entries(page_table: PageTableView, bs: int) -> int:

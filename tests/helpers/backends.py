@@ -72,6 +72,10 @@ class ArrayBackend:
     def is_gpu(self) -> bool:
         return self.name == "gpu"
 
+    @property
+    def reports_races(self) -> bool:
+        return self.name == "host-thread"
+
     def array(self, values: np.ndarray[Any, Any]) -> Any:
         """A copy of `values` on the device, with the same strides where it is the CPU."""
         if not self.is_gpu:

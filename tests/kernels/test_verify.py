@@ -2,84 +2,460 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cupy_kvcanary.buffers import CHAINS
-from cupy_kvcanary.constants import FailReason
+from cupy_kvcanary import KvCanaryError, StatusBit
+from cupy_kvcanary.buffers import CHAINS, forget_chain, remember_chain
 from cupy_kvcanary.ops.verify import launch_canary_verify_kernel
-from cupy_kvcanary.types import VerifyPlan
-from tests.helpers.backends import ArrayBackend
 from tests.helpers.buffers import HostBuffer, HostSource
 from tests.helpers.golden import GoldenFile
+from tests.helpers.verify import Batch, Entry, expected_violations, make_plan, verify_batch, verify_plan
+
+if TYPE_CHECKING:
+    from tests.helpers.backends import ArrayBackend
 
 GOLDEN = GoldenFile("verify.npz")
-
-
-def golden_buffer(inputs: dict[str, Any]) -> HostBuffer:
-    sources = [
-        HostSource(inputs[f"real_kv_source_{i}"], *(int(size) for size in inputs[f"real_kv_source_{i}_params"]))
-        for i in range(inputs["num_real_kv_sources"])
-    ]
-    return HostBuffer(
-        inputs["canary_buf"].copy(),
-        inputs["kernel_kind"],
-        inputs["ring_capacity"],
-        sources=sources,
-        mode=inputs["real_kv_hash_mode"],
-        enable_chain_position_assert=inputs.get("enable_chain_position_assert"),
-    )
-
-
-def verify(
-    backend: ArrayBackend, buffers: list[HostBuffer], plan: VerifyPlan, check_tokens: bool, **options: Any
-) -> None:
-    contexts = [buffer.on_device(backend) for buffer in buffers]
-    launch_canary_verify_kernel(context=contexts, plan=plan, check_verify_expected_token=check_tokens, **options)
-    for buffer, context in zip(buffers, contexts, strict=True):
-        buffer.read_back(backend, context)
-
-
-def make_plan(
-    backend: ArrayBackend,
-    slots: Any,
-    prev_slots: Any,
-    positions: Any,
-    tokens: Any = None,
-    *,
-    num_valid: int | None = None,
-    enable: int = 1,
-) -> VerifyPlan:
-    arrays = (slots, prev_slots, positions, [-1] * len(slots) if tokens is None else tokens)
-    slots, prev_slots, positions, tokens = (backend.array(np.array(array, np.int64)) for array in arrays)
-    return VerifyPlan(
-        verify_slot_indices=slots,
-        verify_prev_slot_indices=prev_slots,
-        verify_expected_positions=positions,
-        verify_expected_tokens=tokens,
-        verify_num_valid=backend.array(np.array([len(slots) if num_valid is None else num_valid], np.int32)),
-        enable=backend.array(np.array([enable], np.int32)),
-    )
 
 
 @pytest.mark.parametrize("name", GOLDEN.cases)
 def test_golden_case(backend: ArrayBackend, name: str) -> None:
     inputs, outputs = GOLDEN.case(name)
-    buffer = golden_buffer(inputs)
+    sources = [
+        HostSource(inputs[f"real_kv_source_{i}"], *(int(size) for size in inputs[f"real_kv_source_{i}_params"]))
+        for i in range(inputs["num_real_kv_sources"])
+    ]
+    buffer = HostBuffer(
+        inputs["canary_buf"].copy(),
+        inputs["kernel_kind"],
+        inputs["ring_capacity"],
+        sources=sources,
+        mode=inputs["real_kv_hash_mode"],
+    )
+    columns = ("slot_indices", "prev_slot_indices", "expected_positions", "expected_tokens")
+    entries = list(zip(*(inputs[f"verify_{column}"].tolist() for column in columns), strict=True))
     plan = make_plan(
         backend,
-        inputs["verify_slot_indices"],
-        inputs["verify_prev_slot_indices"],
-        inputs["verify_expected_positions"],
-        inputs["verify_expected_tokens"],
+        [Entry(*entry) for entry in entries],
         num_valid=int(inputs["verify_num_valid"][0]),
         enable=int(inputs["enable"][0]),
     )
-    verify(backend, [buffer], plan, bool(inputs["check_verify_expected_token"]))
+    verify_plan(backend, [buffer], plan, check_tokens=bool(inputs["check_verify_expected_token"]))
     assert buffer.violations == sorted(tuple(row) for row in outputs["violations"].tolist())
     assert buffer.violation_count == outputs["violation_write_index"][0]
     assert buffer.slot_run_counter == outputs["slot_run_counter"][0]
     assert buffer.kernel_run_counter == outputs["kernel_run_counter"][0]
     np.testing.assert_array_equal(buffer.canary_buf, inputs["canary_buf"])
+
+
+# -- faults that users reported -----------------------------------------------------------------------------------
+
+SLOTS = [5, 9, 3, 7, 11, 13]
+TOKENS = [11, 12, 13, 14, 15, 16]
+
+
+def stamped(chain: str = "splitmix64", num_slots: int = 64, **options: Any) -> HostBuffer:
+    """Fixture F1: row 2 of the table, six tokens, stamped."""
+    buffer = HostBuffer.empty(num_slots, **options)
+    buffer.stamp(SLOTS, TOKENS, chain)
+    return buffer
+
+
+def row_2(slots: list[int] = SLOTS, **options: Any) -> Batch:
+    table = np.zeros((6, 16), np.int32)
+    table[2, : len(slots)] = slots
+    return Batch(table, [2], [options.pop("prefix", len(slots))], **options)
+
+
+def found(backend: ArrayBackend, buffer: HostBuffer, batch: Batch, **options: Any) -> dict[int, int]:
+    """Reason bits by slot, from the batch launcher; the plan launcher must find exactly the same rows."""
+    from_plan = copy.deepcopy(buffer)
+    plan = make_plan(backend, batch.entries())
+    verify_plan(backend, [from_plan], plan, check_tokens=batch.check_tokens, **options)
+    verify_batch(backend, [buffer], batch, **options)
+    assert buffer.violations == from_plan.violations
+    assert buffer.slot_run_counter == from_plan.slot_run_counter == len(batch.entries())
+    assert buffer.kernel_run_counter == from_plan.kernel_run_counter == 1
+    return {row[1]: row[7] for row in buffer.violations}
+
+
+def test_f1_is_clean_and_has_the_known_hashes(backend: ArrayBackend) -> None:
+    buffer = stamped()
+    hashes = [buffer.record(slot)[2] for slot in SLOTS[:3]]
+    assert hashes == [0xDE7FAE23A9A1B716, 0x89CD2ABFBEBC0649, 0x13F5BAAFE6EF85D6]
+    assert found(backend, buffer, row_2()) == {}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+class TestReportedFaults:
+    """Cases of the fault catalogue, by number; both chains find the same."""
+
+    def test_04_window_and_mapping(self, backend: ArrayBackend, chain: str) -> None:
+        mapping = np.zeros(64, np.int64)
+        mapping[[3, 7, 9, 11]] = [33, 37, 39, 41]
+        batch = row_2(prefix=5, window=3, mapping=mapping)
+        assert batch.entries() == [Entry(33, 39, 2), Entry(37, 33, 3), Entry(41, 37, 4)]
+        buffer = HostBuffer.empty(64)
+        buffer.stamp([39, 33, 37, 41], TOKENS[1:5], chain, first_position=1)
+        assert found(backend, buffer, batch, chain=chain) == {}
+        buffer.set_record(33, 99)
+        assert found(backend, buffer, batch, chain=chain) == {37: 1}
+
+    def test_05_a_changed_token_is_seen_at_its_successor(self, backend: ArrayBackend, chain: str) -> None:
+        buffer = stamped(chain)
+        buffer.set_record(7, 99)
+        assert found(backend, buffer, row_2(), chain=chain) == {11: 1}
+        assert buffer.violations[0][2] == 4
+
+    def test_06_a_slot_restamped_by_another_request(self, backend: ArrayBackend, chain: str) -> None:
+        buffer = stamped(chain)
+        buffer.stamp([3], [77], chain)
+        assert found(backend, buffer, row_2(), chain=chain) == {3: 2, 7: 1} | {3: 3}
+
+    @pytest.mark.parametrize(
+        ("zeroed", "bits"),
+        [
+            ([5], {5: 1, 9: 1}),
+            ([3, 7], {3: 3, 7: 2, 11: 1}),
+            (range(64), {5: 1, 9: 2, 3: 2, 7: 2, 11: 2, 13: 2}),
+        ],
+    )
+    def test_07_zeroed_records(
+        self, backend: ArrayBackend, chain: str, zeroed: list[int], bits: dict[int, int]
+    ) -> None:
+        buffer = stamped(chain)
+        for slot in zeroed:
+            buffer.set_record(slot, 0, 0, 0, 0)
+        assert found(backend, buffer, row_2(), chain=chain) == bits
+
+    def test_08_a_shifted_page_table_row(self, backend: ArrayBackend, chain: str) -> None:
+        batch = row_2([0, *SLOTS[:5]])
+        assert found(backend, stamped(chain), batch, chain=chain) == dict.fromkeys(SLOTS[:5], 2)
+
+    def test_09_exchanged_rows_need_expected_tokens(self, backend: ArrayBackend, chain: str) -> None:
+        table = np.zeros((6, 16), np.int32)
+        table[2, :4], table[4, :4] = [20, 21, 22, 23], SLOTS[:4]
+        buffer = HostBuffer.empty(64)
+        buffer.stamp(SLOTS[:4], TOKENS[:4], chain)
+        buffer.stamp([20, 21, 22, 23], [31, 32, 33, 34], chain)
+        assert found(backend, copy.deepcopy(buffer), Batch(table, [2, 4], [4, 4]), chain=chain) == {}
+        expected = np.zeros((6, 16), np.int32)
+        expected[2, :4], expected[4, :4] = TOKENS[:4], [31, 32, 33, 34]
+        batch = Batch(table, [2, 4], [4, 4], expected=expected, valid_lens=[4, 4])
+        assert found(backend, buffer, batch, chain=chain) == dict.fromkeys([*SLOTS[:4], 20, 21, 22, 23], 32)
+
+    def test_10_a_finished_request_writes_late(self, backend: ArrayBackend, chain: str) -> None:
+        buffer = stamped(chain)
+        buffer.stamp([20, 21, 22, 23, 24], [31, 32, 33, 34, 35], chain)
+        # The late writer's own chain runs through 20, 21 and 22.
+        late = HostBuffer.empty(64)
+        late.stamp([5, 9, 3, 7, 11, 13, 20, 21, 22], [*TOKENS, 17, 18, 19], chain)
+        for slot in (20, 21, 22):
+            buffer.set_record(slot, *late.record(slot))
+        bits = found(backend, buffer, row_2([20, 21, 22, 23, 24]), chain=chain)
+        assert bits == {20: 3, 21: 2, 22: 2, 23: 1}
+
+    def test_11_a_hole_in_a_live_prefix(self, backend: ArrayBackend, chain: str) -> None:
+        batch = row_2([5, 9, 3, 0, 11, 13])
+        assert found(backend, stamped(chain), batch, chain=chain) == {}
+        assert found(backend, stamped(chain), batch, chain=chain, check_holes=True) == {0: 512}
+
+    def test_14_a_slot_outside_the_buffer(self, backend: ArrayBackend, chain: str) -> None:
+        batch = row_2([5, 9, 1_000_000, 7])
+        bits = found(backend, stamped(chain), batch, chain=chain)
+        assert bits == {1_000_000: 64, 7: 128}
+        assert found(backend, stamped(chain), row_2([5, -3, 7]), chain=chain) == {-3: 64, 7: 3}
+
+    def test_28_speculative_decode(self, backend: ArrayBackend, chain: str) -> None:
+        slots = [*SLOTS, 30, 31, 32, 33]
+        buffer = HostBuffer.empty(64)
+        buffer.stamp(slots, [*TOKENS, 17, 18, 19, 20], chain)  # drafts at positions 6 to 9
+        accepted = HostBuffer.empty(64)
+        accepted.stamp(slots[:8], [*TOKENS, 17, 60], chain)  # one accepted, then another token at position 7
+        buffer.set_record(31, *accepted.record(31))
+        assert found(backend, copy.deepcopy(buffer), row_2(slots[:8]), chain=chain) == {}
+        assert found(backend, buffer, row_2(slots[:9]), chain=chain) == {32: 1}
+
+    def test_29_pages_that_went_to_the_host_and_back(self, backend: ArrayBackend, chain: str) -> None:
+        kv = np.random.default_rng(0).integers(0, 256, (64, 32), dtype=np.uint8)
+        source = HostSource(kv, 1, 32, 32)
+        buffer = HostBuffer.empty(64, sources=[source], mode=2)
+        buffer.stamp(SLOTS, TOKENS, chain)
+        moved = {5: 40, 9: 41, 3: 42}
+        for old, new in moved.items():
+            kv[new] = kv[old]
+        batch = row_2([40, 41, 42, 7, 11, 13])
+        without_records = found(backend, copy.deepcopy(buffer), batch, chain=chain)
+        assert set(without_records) >= {40, 41, 42}
+        for old, new in moved.items():
+            buffer.set_record(new, *buffer.record(old))
+        assert found(backend, buffer, batch, chain=chain) == {}
+
+    def test_30_a_ring_of_slots_under_a_window(self, backend: ArrayBackend, chain: str) -> None:
+        ring = [1 + position % 8 for position in range(20)]
+        buffer = HostBuffer.empty(16)
+        buffer.stamp(ring, list(range(100, 120)), chain)
+        table = np.zeros((3, 24), np.int32)
+        table[2, 12:20] = ring[12:]
+        cleared = Batch(table.copy(), [2], [20], window=8)
+        assert found(backend, copy.deepcopy(buffer), cleared, chain=chain) == {}
+        table[2, :20] = ring
+        assert found(backend, buffer, Batch(table, [2], [20], window=8), chain=chain) == {ring[12]: 1}
+
+
+def test_15_a_prefix_longer_than_its_row_is_clamped(backend: ArrayBackend) -> None:
+    table = np.zeros((6, 6), np.int32)
+    table[2], table[3] = SLOTS, 60  # the next row must not be read
+    buffer = stamped()
+    assert verify_batch(backend, [buffer], Batch(table, [2, 9], [7, 1])) == (
+        StatusBit.PREFIX_LEN_OUT_OF_RANGE | StatusBit.REQUEST_ROW_OUT_OF_RANGE
+    )
+    assert buffer.violations == []
+    assert buffer.slot_run_counter == 6
+
+
+def test_16_the_violation_counter_saturates(backend: ArrayBackend) -> None:
+    buffer = HostBuffer.empty(64, ring_capacity=4, violation_count=2**31 - 2)
+    verify_batch(backend, [buffer], row_2(SLOTS[:3]))
+    assert buffer.violation_count == 2**31 - 1
+    assert (buffer.ring == -7777).all()
+
+
+def test_violations_beyond_the_ring_are_counted(backend: ArrayBackend) -> None:
+    buffer = HostBuffer.empty(64, ring_capacity=2)
+    verify_batch(backend, [buffer], row_2())
+    assert buffer.violation_count == 6
+    assert len(buffer.violations) == 2
+
+
+@pytest.mark.parametrize(("mode", "known"), [(2, 0xB44181DFE9420039), (1, 0xD6D75024DFD6C30C)])
+def test_17_real_kv_hashes(backend: ArrayBackend, mode: int, known: int) -> None:
+    kv = np.arange(64 * 32, dtype=np.uint8).reshape(64, 32)
+    kv[5] = np.arange(32)
+    buffer = HostBuffer.empty(64, sources=[HostSource(kv, 1, 32, 32)], mode=mode)
+    buffer.stamp(SLOTS, TOKENS)
+    assert buffer.record(5)[3] == known
+    assert found(backend, buffer, row_2()) == {}
+
+
+def test_18_exchanged_kv_bytes_within_a_page(backend: ArrayBackend) -> None:
+    kv = np.random.default_rng(0).integers(0, 256, (16, 4 * 48), dtype=np.uint8)
+    buffer = HostBuffer.empty(64, sources=[HostSource(kv, 4, 48, 48)], mode=2)
+    buffer.stamp([5, 6, 9], TOKENS[:3])
+    pages = kv.reshape(16, 4, 48)
+    pages[1, [1, 2]] = pages[1, [2, 1]]
+    assert found(backend, buffer, row_2([5, 6, 9])) == {5: 4, 6: 4}
+
+
+def test_19_one_layer_of_a_larger_buffer(backend: ArrayBackend) -> None:
+    """The layer is read by the larger buffer's stride; another layer's bytes are not looked at."""
+    layers = np.random.default_rng(0).integers(0, 256, (8, 4, 32), dtype=np.uint8)
+    whole = backend.array(layers)
+    buffer = HostBuffer.empty(8, sources=[HostSource(layers[:, 1], 1, 32, 32)], mode=2)
+    buffer.stamp([5, 2, 3], TOKENS[:3])
+
+    def bits_with(change: tuple[int, int]) -> dict[int, int]:
+        whole[5, change[0], change[1]] ^= 1
+        context = HostBuffer(buffer.canary_buf.copy(), sources=buffer.sources, mode=2).on_device(backend)
+        source = type(context.real_kv_sources[0])(
+            tensor=whole[:, 1], page_size=1, num_bytes_per_token=32, read_bytes=32
+        )
+        context = type(context)(
+            **{
+                name: getattr(context, name)
+                for name in context.__dataclass_fields__
+                if name not in ("view", "real_kv_sources")
+            },
+            real_kv_sources=(source,),
+        )
+        plan = make_plan(backend, row_2([5, 2, 3]).entries())
+        launch_canary_verify_kernel(context=context, plan=plan, check_verify_expected_token=False)
+        result = HostBuffer(buffer.canary_buf.copy())
+        result.read_back(backend, context)
+        return {row[1]: row[7] for row in result.violations}
+
+    assert bits_with((0, 7)) == {}
+    assert bits_with((1, 7)) == {5: 4}
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 511, 513, 32769])
+def test_22_the_slot_counter_equals_the_entries(backend: ArrayBackend, count: int) -> None:
+    table = np.zeros((2, count), np.int32)  # all in the padding slot: counted, not checked
+    buffer = HostBuffer.empty(4)
+    verify_batch(backend, [buffer], Batch(table, [1], [count]))
+    assert (buffer.slot_run_counter, buffer.violation_count) == (count, 0)
+
+
+def test_a_disabled_plan_is_not_verified_but_counted(backend: ArrayBackend) -> None:
+    buffer = HostBuffer.empty(64)
+    verify_plan(backend, [buffer], make_plan(backend, row_2().entries(), enable=0), check_tokens=False)
+    assert (buffer.kernel_run_counter, buffer.slot_run_counter, buffer.violation_count) == (1, 0, 0)
+    verify_batch(backend, [buffer], row_2(), verify_capacity=5)
+    assert (buffer.kernel_run_counter, buffer.slot_run_counter, buffer.violation_count) == (1, 0, 0)
+
+
+def test_without_a_padding_slot_slot_0_is_checked(backend: ArrayBackend) -> None:
+    buffer = HostBuffer.empty(64)
+    buffer.stamp([0, 9, 3], TOKENS[:3])
+    assert found(backend, copy.deepcopy(buffer), row_2([0, 9, 3]), padding_slot=None) == {}
+    buffer.set_record(0, 99)
+    assert found(backend, buffer, row_2([0, 9, 3]), padding_slot=None) == {9: 1}
+
+
+def test_many_buffers_in_one_launch(backend: ArrayBackend) -> None:
+    buffers = [stamped(num_slots=64 + kind, kernel_kind=kind) for kind in range(12)]
+    buffers[3].set_record(7, 99)
+    buffers[11].set_record(3, 13, 5)
+    verify_batch(backend, buffers, row_2())
+    assert [[row[:2] + row[7:] for row in buffer.violations] for buffer in buffers] == [
+        *[[]] * 3,
+        [(3, 11, 1)],
+        *[[]] * 7,
+        [(11, 3, 2), (11, 7, 1)],
+    ]
+    assert all(buffer.slot_run_counter == 6 for buffer in buffers)
+
+
+def test_chains_must_not_be_mixed(backend: ArrayBackend) -> None:
+    context = stamped("affine").on_device(backend)
+    remember_chain([context.view], "affine")
+    plan = make_plan(backend, row_2().entries())
+    with pytest.raises(KvCanaryError, match="chain must be 'affine', with which the buffer was written"):
+        launch_canary_verify_kernel(context=context, plan=plan, check_verify_expected_token=False)
+    forget_chain(context.canary_buf)
+    launch_canary_verify_kernel(context=context, plan=plan, check_verify_expected_token=False)
+
+
+# -- properties ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def damaged_caches(draw: st.DrawFn) -> tuple[list[HostBuffer], Batch, dict[str, Any]]:
+    """A stamped cache of some requests, then damaged: records, KV bytes, page table."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    chain = draw(st.sampled_from(CHAINS))
+    width, num_requests = draw(st.integers(1, 90)), draw(st.integers(1, 6))
+    num_slots = num_requests * width + 2
+    page_size = draw(st.integers(1, 5))
+    table = np.zeros((num_requests + 2, width), np.int32)
+    table[1:-1] = (rng.permutation(num_slots - 1)[: num_requests * width] + 1).reshape(num_requests, width)
+    mode, num_sources = draw(st.integers(0, 2)), draw(st.integers(0, 4))
+    buffers = []
+    for kind in range(draw(st.integers(1, 3))):
+        sources = []
+        for _ in range(num_sources):
+            per_token = 16 * draw(st.integers(1, 3))
+            rows = -(-num_slots // page_size)
+            kv = rng.integers(0, 256, (rows, page_size * per_token + 16 * draw(st.integers(0, 2))), dtype=np.uint8)
+            sources.append(HostSource(kv, page_size, per_token, 16 * draw(st.integers(1, per_token // 16))))
+        stride = draw(st.sampled_from([32, 40, 48, 64]))
+        buffer = HostBuffer.empty(num_slots, stride, kernel_kind=kind, ring_capacity=1000, sources=sources, mode=mode)
+        for row in range(1, num_requests + 1):
+            buffer.stamp(table[row].tolist(), rng.integers(0, 1000, width).tolist(), chain)
+        for _ in range(draw(st.integers(0, 3))):
+            buffer.canary_buf[rng.integers(num_slots), rng.integers(32)] ^= 1 << rng.integers(8)
+        for source in sources:
+            source.tensor[rng.integers(len(source.tensor)), rng.integers(source.tensor.shape[1])] ^= 4
+        buffers.append(buffer)
+    for _ in range(draw(st.integers(0, 3))):
+        wrong = rng.choice([0, -1, num_slots, 2**31 - 1, int(rng.integers(num_slots))])
+        table[rng.integers(1, num_requests + 1), rng.integers(width)] = wrong
+    window = draw(st.sampled_from([0, 0, 1, width // 2 + 1]))
+    expected = rng.integers(0, 1000, (num_requests + 2, width + 3)).astype(np.int32) if draw(st.booleans()) else None
+    rows = rng.integers(0, num_requests + 1, draw(st.integers(1, 8))).tolist()
+    batch = Batch(
+        table,
+        rows,
+        rng.integers(0, width + 1, len(rows)).tolist(),
+        window=window,
+        expected=expected,
+        valid_lens=None if expected is None else rng.integers(0, width + 3, len(rows)).tolist(),
+        offset=draw(st.integers(-1, 2)),
+    )
+    options = {
+        "chain": chain,
+        "padding_slot": draw(st.sampled_from([0, 0, None, 1])),
+        "check_holes": draw(st.booleans()),
+    }
+    return buffers, batch, options
+
+
+@settings(max_examples=40, deadline=None)
+@given(cache=damaged_caches())
+def test_contract_holds_for_any_damage(
+    backend: ArrayBackend, cache: tuple[list[HostBuffer], Batch, dict[str, Any]]
+) -> None:
+    buffers, batch, options = copy.deepcopy(cache)
+    entries = batch.entries()
+    expected = [expected_violations(buffer, entries, check_tokens=batch.check_tokens, **options) for buffer in buffers]
+    from_plan = copy.deepcopy(buffers)
+    verify_plan(backend, from_plan, make_plan(backend, entries), check_tokens=batch.check_tokens, **options)
+    verify_batch(backend, buffers, batch, **options)
+    for rows, *results in zip(expected, from_plan, buffers, strict=True):
+        for result in results:
+            assert result.violations == rows
+            assert (result.violation_count, result.slot_run_counter) == (len(rows), len(entries))
+
+
+extreme = st.sampled_from([-(2**63), -(2**31), -1, 0, 1, 63, 64, 2**31 - 1, 2**32, 2**32 + 5, 2**63 - 1])
+any_int64 = extreme | st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 70)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(st.tuples(any_int64, any_int64, any_int64, any_int64), min_size=1, max_size=70),
+    records=st.lists(any_int64, min_size=4, max_size=4),
+    num_valid=st.integers(-(2**31), 2**31 - 1),
+    num_slots=st.integers(1, 66),
+    chain=st.sampled_from(CHAINS),
+)
+def test_hostile_plans_read_nothing_outside(
+    backend: ArrayBackend,
+    rows: list[tuple[int, ...]],
+    records: list[int],
+    num_valid: int,
+    num_slots: int,
+    chain: str,
+) -> None:
+    """Any value in a plan: violations as the contract says, and the sanitized backends see no stray access."""
+    buffer = HostBuffer.empty(num_slots, sources=[HostSource(np.ones((num_slots, 16), np.uint8), 1, 16, 16)], mode=2)
+    for slot in range(num_slots):
+        buffer.set_record(slot, *records)
+    entries = [Entry(*row) for row in rows]
+    seen = entries[: max(num_valid, 0)]
+    expected = expected_violations(buffer, seen, check_tokens=True, chain=chain)
+    verify_plan(backend, [buffer], make_plan(backend, entries, num_valid=num_valid), check_tokens=True, chain=chain)
+    assert buffer.violations == expected
+    assert buffer.slot_run_counter == len(seen)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_hostile_batches_read_nothing_outside(backend: ArrayBackend, data: st.DataObject) -> None:
+    """Any value in a batch: what the contract says for its own offsets."""
+    int32s = st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 70)
+    rows, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 40))
+    table = np.array(data.draw(st.lists(int32s, min_size=rows * width, max_size=rows * width)), np.int32)
+    bs = data.draw(st.integers(0, 6))
+    column = st.lists(any_int64, min_size=bs, max_size=bs)
+    mapping = data.draw(st.none() | st.lists(any_int64, min_size=1, max_size=60))
+    batch = Batch(
+        table.reshape(rows, width),
+        data.draw(column),
+        data.draw(column),
+        window=data.draw(st.sampled_from([0, 3, 2**40])),
+        mapping=mapping,
+        expected=np.ones((2, 5), np.int32),
+        valid_lens=data.draw(column),
+        offset=data.draw(any_int64.filter(lambda v: abs(v) < 2**62)),
+    )
+    buffer = HostBuffer.empty(64, ring_capacity=1000)
+    expected = expected_violations(buffer, batch.entries(), check_tokens=True)
+    verify_batch(backend, [buffer], batch)
+    assert buffer.violations == expected
