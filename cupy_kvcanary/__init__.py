@@ -18,6 +18,7 @@ from .ops.canary_plan import launch_canary_plan_kernels
 from .ops.plan_entries import launch_plan_entries_kernel
 from .ops.plan_offsets import OffsetsPlan, OffsetsTotals, launch_plan_offsets_kernel, plan_offsets
 from .ops.scatter import launch_scatter_req_token_ids_kernel
+from .ops.write import launch_canary_write_kernel
 from .page_tables import BlockTable, PageList
 from .types import VerifyPlan, ViolationLog, WritePlan
 
@@ -43,6 +44,7 @@ __all__ = [
     "WritePlan",
     "__version__",
     "launch_canary_plan_kernels",
+    "launch_canary_write_kernel",
     "launch_plan_entries_kernel",
     "launch_plan_offsets_kernel",
     "launch_scatter_req_token_ids_kernel",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .catalogue import error
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,8 @@ def as_device(device: Any) -> Device:
     raise error("kv-canary-must-name-a-device", name="device", got=repr(device))
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayView:
-    """Memory of someone else's array, kept alive by the view."""
+class ArrayView(NamedTuple):
+    """Memory of someone else's array, kept alive by the view. (A tuple, because it is made for every argument.)"""
 
     pointer: int
     shape: tuple[int, ...]
@@ -136,18 +136,36 @@ class _NumpyInterface:
 def view_array(name: str, array: Any) -> ArrayView:
     """See the memory of `array` (NumPy, anything with `__dlpack__`, or `__cuda_array_interface__`) without copying it.
 
-    No stream is synchronised: kernels are launched on the stream of the array's own library.
+    torch and CuPy arrays are read attribute by attribute, several times faster than through DLPack. No stream is
+    synchronised: kernels are launched on the stream of the array's own library.
     """
+    viewer = _viewers.get(type(array))
+    if viewer is None:
+        viewer = _viewers[type(array)] = _find_viewer(array)
+    return viewer(name, array)
+
+
+# By the array's exact type, so that a library is looked for once for each.
+_viewers: dict[type, Callable[[str, Any], ArrayView]] = {}
+
+
+def _find_viewer(array: Any) -> Callable[[str, Any], ArrayView]:
     if isinstance(array, np.ndarray):
-        return _view_numpy(array)
-    if getattr(array, "requires_grad", False) is True:
-        raise error("kv-canary-must-not-require-grad", name=name, got=array)
+        return _view_numpy
+    if _is_instance(array, "torch", "Tensor"):
+        return _view_torch
+    if _is_instance(array, "cupy", "ndarray"):
+        return _view_cupy
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        return _view_dlpack(name, array)
+        return _view_dlpack
     if hasattr(array, "__cuda_array_interface__"):
-        return _view_cuda_array_interface(array)
+        return _view_cuda_array_interface
     if hasattr(array, "__array_interface__"):
-        return _view_numpy(np.asarray(array))
+        return lambda name, exporter: _view_numpy(name, np.asarray(exporter))
+    return _refuse
+
+
+def _refuse(name: str, array: Any) -> ArrayView:
     raise error("kv-canary-must-be-an-array", name=name, got=type(array).__name__)
 
 
@@ -158,20 +176,72 @@ def view_arrays(named: Mapping[str, Any], optional: Collection[str]) -> dict[str
     }
 
 
-def _view_numpy(array: np.ndarray[Any, Any]) -> ArrayView:
+def _view_numpy(name: str, array: np.ndarray[Any, Any]) -> ArrayView:
+    dtype = array.dtype
     return ArrayView(
-        array.ctypes.data,
+        array.__array_interface__["data"][0],
         array.shape,
         array.strides,
-        array.dtype.name,
-        array.itemsize,
+        _numpy_dtype_name(dtype),
+        dtype.itemsize,
         CPU,
         not array.flags.writeable,
         array,
     )
 
 
-def _view_cuda_array_interface(array: Any) -> ArrayView:
+# `dtype.name` is put together anew at each call.
+_numpy_dtype_name = functools.cache(lambda dtype: dtype.name)
+
+
+def _view_torch(name: str, tensor: Any) -> ArrayView:
+    if tensor.requires_grad:
+        raise error("kv-canary-must-not-require-grad", name=name, got=tensor)
+    device = tensor.device
+    place = _torch_device(device)
+    if place is None:
+        raise error("kv-canary-must-be-on-a-known-device", name=name, got=device)
+    dtype, itemsize = _torch_dtype(tensor.dtype)
+    try:
+        strides = tuple([stride * itemsize for stride in tensor.stride()])
+        pointer = tensor.data_ptr()
+    except RuntimeError:  # a sparse or otherwise unusual tensor has no memory of its own
+        return _refuse(name, tensor)
+    return ArrayView(pointer, tuple(tensor.shape), strides, dtype, itemsize, place, False, tensor)
+
+
+@functools.cache
+def _torch_dtype(dtype: Any) -> tuple[str, int]:
+    return str(dtype).removeprefix("torch."), dtype.itemsize
+
+
+@functools.cache
+def _torch_device(device: Any) -> Device | None:
+    if device.type == "cpu":
+        return CPU
+    return Device("cuda", device.index) if device.type == "cuda" else None
+
+
+def _view_cupy(name: str, array: Any) -> ArrayView:
+    dtype, memory = array.dtype, array.data
+    return ArrayView(
+        memory.ptr,
+        array.shape,
+        array.strides,
+        _numpy_dtype_name(dtype),
+        dtype.itemsize,
+        _cuda_device(memory.device_id),
+        False,
+        array,
+    )
+
+
+@functools.cache
+def _cuda_device(index: int) -> Device:
+    return Device("cuda", index)
+
+
+def _view_cuda_array_interface(name: str, array: Any) -> ArrayView:
     interface = array.__cuda_array_interface__
     dtype = np.dtype(interface["typestr"])
     shape = tuple(interface["shape"])
@@ -237,6 +307,8 @@ _capsule_is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def _view_dlpack(name: str, array: Any) -> ArrayView:
+    if getattr(array, "requires_grad", False) is True:
+        raise error("kv-canary-must-not-require-grad", name=name, got=array)
     dl_type, dl_index = array.__dlpack_device__()
     device_type = _DL_DEVICE_TYPES.get(int(dl_type))
     if device_type is None:

@@ -73,7 +73,7 @@ def check_contiguous(name: str, view: ArrayView) -> None:
 
 def check_contiguous_rows(name: str, view: ArrayView) -> None:
     """Elements of each row of a 2-D array one after another; rows any distance apart."""
-    if view.shape[1] > 1 and view.strides[1] != view.itemsize:
+    if view.size and view.shape[1] > 1 and view.strides[1] != view.itemsize:
         raise error("kv-canary-must-have-contiguous-rows", name=name, got=view.strides)
 
 

@@ -164,30 +164,35 @@ struct WarpScan {
   }
 };
 
-// The chain's hash before each lane's entry and, in `hash`, that behind the first `num_entries` of them. Every lane
-// walks the whole chain, with token and position at hand long before the hash that they are mixed into.
+// The chain's hash before each lane's entry and, in `hash`, that behind all of them. Also a barrier of the warp.
+// Every lane walks the whole chain, through shared memory, where skipped entries leave no gap: the hash that waits for
+// the hash before is all that a step takes.
 template <class Chain>
-__device__ __forceinline__ u64 walk_chain(const Entry& entry, unsigned stored_lanes, int num_entries, int lane,
-                                          u64& hash) {
-  u64 hash_before = 0;
+__device__ __forceinline__ u64 walk_chain(const Entry& entry, unsigned stored_lanes, int lane, u64& hash) {
+  __shared__ ulonglong2 stored[kWriteThreads];
+  __shared__ u64 hashes[kWriteThreads / kWarpSize][kWarpSize + 1];
+  const int warp = threadIdx.x / kWarpSize;
+  const ulonglong2* entries = stored + warp * kWarpSize;
+  const int rank = __popc(stored_lanes & lanes_before(lane));
+  const int num_stored = __popc(stored_lanes);
+  if (stored_lanes >> lane & 1) stored[warp * kWarpSize + rank] = make_ulonglong2(entry.token, entry.position);
+  __syncwarp();
 #pragma unroll 8
-  for (int k = 0; k < num_entries; ++k) {
-    const u64 token = __shfl_sync(kFullWarp, entry.token, k);
-    const u64 position = __shfl_sync(kFullWarp, entry.position, k);
-    const u64 is_stored = 0 - static_cast<u64>(stored_lanes >> k & 1);
-    if (k == lane) hash_before = hash;
-    // A select by bits: no branch may enter this path, where every cycle counts.
-    hash ^= (hash ^ Chain::link(hash, token, position)) & is_stored;
+  for (int k = 0; k < num_stored; ++k) {
+    if (lane == 0) hashes[warp][k] = hash;
+    hash = Chain::link(hash, entries[k].x, entries[k].y);
   }
-  return hash_before;
+  if (lane == 0) hashes[warp][num_stored] = hash;
+  __syncwarp();
+  return hashes[warp][rank];
 }
 
 template <>
-__device__ __forceinline__ u64 walk_chain<AffineChain>(const Entry& entry, unsigned stored_lanes, int, int lane,
-                                                       u64& hash) {
+__device__ __forceinline__ u64 walk_chain<AffineChain>(const Entry& entry, unsigned stored_lanes, int lane, u64& hash) {
   const WarpScan scan(affine_map(entry, stored_lanes >> lane & 1), lane);
   const u64 hash_before = scan.before(hash, lane);
   hash = scan.behind(hash);
+  __syncwarp();
   return hash_before;
 }
 
@@ -200,7 +205,6 @@ __device__ __forceinline__ void write_by_warps(const WriteArgs& args) {
   const unsigned num_buffers = static_cast<unsigned>(args.num_buffers);
   const i64 r = warp / num_buffers;
   const CanaryBuffer& buffer = args.buffers[warp % num_buffers];
-  if (r > 0 && r >= args.write_req_capacity) return;
   if (r == 0 && lane == 0) count(buffer.kernel_run_counter, 1);
 
   int status = 0;
@@ -218,15 +222,13 @@ __device__ __forceinline__ void write_by_warps(const WriteArgs& args) {
     // Slots that the buffer has fit 32 bits; the lanes of other slots are masked out.
     const unsigned slot_lanes = __match_any_sync(kFullWarp, static_cast<unsigned>(entry.slot)) & stored_lanes;
     const u64 real_kv_hash = has_slot ? buffer.hash_real_kv(entry.slot) : 0;
-    const int num_entries = static_cast<int>(clamp(range.end - first, 0, kWarpSize));
 
     ChainEnd before = end;
-    before.hash = walk_chain<Chain>(entry, stored_lanes, num_entries, lane, end.hash);
+    // With it, the seed was loaded and the chunk before stored: they may be of slots that this one stores.
+    before.hash = walk_chain<Chain>(entry, stored_lanes, lane, end.hash);
     before.position = last_position(entry.position, stored_lanes & lanes_before(lane), end.position);
     end.position = last_position(entry.position, stored_lanes, end.position);
     check_entry(buffer, entry, before);
-    // Behind the load of the seed, and the stores of the chunk before.
-    __syncwarp();
     if (has_slot && lane == highest_lane(slot_lanes)) {
       buffer.store(entry.slot, {entry.token, entry.position, before.hash, real_kv_hash});
     }

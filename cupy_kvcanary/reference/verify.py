@@ -82,7 +82,8 @@ def verify_batch(
     used, r_of_used = np.unique(r, return_inverse=True)
     ranges = read_ranges(page_table, req_pool_indices[used], prefix_lens[used], swa_window_size)
     positions = ranges.window_starts[r_of_used] + (t - offsets[r])
-    present = (t >= offsets[r]) & (positions < ranges.prefix_lens[r_of_used])
+    # Offsets that are not those of this batch must not lead outside of the row.
+    present = (offsets[r] >= 0) & (t >= offsets[r]) & (positions < ranges.prefix_lens[r_of_used])
     positions, rows = positions[present], ranges.rows[r_of_used][present]
 
     at_positions, status = map_to_swa(slots(page_table, rows, positions), full_to_swa_index_mapping)

@@ -53,9 +53,9 @@ _HOST = Path(__file__).resolve().parent / "host"
 # addr2line of binutils 2.40 mixes up the file names of DWARF 5.
 _COMMON_FLAGS = ("-std=c++20", "-gdwarf-4", "-w", "-fno-strict-aliasing", "-fPIE", f"-I{_HOST}")
 _FLAVOUR_FLAGS: dict[Flavour, tuple[str, ...]] = {
-    "plain": ("-O1",),
-    "address": ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
-    "thread": ("-O1", "-fsanitize=thread", "-DKVC_RACES"),
+    "plain": (),
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+    "thread": ("-fsanitize=thread", "-DKVC_RACES"),
 }
 _ENTRY = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(")
 
@@ -81,9 +81,12 @@ class HostArray:
 class HostKernels:
     """Runs launches of any kernel in one flavour. Its processes stay until `close` or the end of a `with` block."""
 
-    def __init__(self, flavour: Flavour = "plain", source_of: SourceOf = joined_source) -> None:
+    def __init__(
+        self, flavour: Flavour = "plain", source_of: SourceOf = joined_source, *, optimise: bool = True
+    ) -> None:
         self._flavour = flavour
         self._source_of = source_of
+        self._optimise = optimise
         self._workers: dict[str, _Worker] = {}
 
     def run(self, launches: Sequence[Launch], arrays: Sequence[HostArray], seed: int = 0) -> None:
@@ -118,7 +121,7 @@ class HostKernels:
 
     def _answer(self, stem: str, request: bytes, arrays: Sequence[HostArray]) -> list[bytes]:
         if stem not in self._workers:
-            self._workers[stem] = _Worker(build(self._source_of(stem), self._flavour))
+            self._workers[stem] = _Worker(build(self._source_of(stem), self._flavour, self._optimise))
         worker = self._workers[stem]
         try:
             return worker.answer(request, [1, *(array.nbytes for array in arrays)])[1:]
@@ -148,8 +151,11 @@ def report(
     return None
 
 
-def build(source: str, flavour: Flavour) -> Path:
-    """Path of the worker executable for `source`, compiled unless the cache has it."""
+def build(source: str, flavour: Flavour, optimise: bool = True) -> Path:
+    """Path of the worker executable for `source`, compiled unless the cache has it.
+
+    Without optimisation it takes half the time to compile: worth it for a source that runs once.
+    """
     entries = ", ".join(f"HOST_ENTRY({name})" for name in _ENTRY.findall(source))
     unit = "\n".join(
         [
@@ -159,7 +165,7 @@ def build(source: str, flavour: Flavour) -> Path:
             f'}}\n#line 1 "entries"\nconst host::Entry host::entries[] = {{{entries}, {{}}}};\n',
         ]
     )
-    flags = (*_COMMON_FLAGS, *_FLAVOUR_FLAGS[flavour])
+    flags = (*_COMMON_FLAGS, "-O1" if optimise else "-O0", *_FLAVOUR_FLAGS[flavour])
     link = [flag for flag in flags if flavour == "address" and flag.startswith("-fsanitize=")]
 
     def make(folder: Path) -> None:

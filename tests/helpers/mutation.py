@@ -99,19 +99,20 @@ def all_mutants() -> list[Mutant]:
 
 def build_all(mutants: list[Mutant]) -> None:
     """Compile what the mutants' runs need, on all cores: this takes most of their time."""
-    needed: set[tuple[str, Flavour]] = set()
+    needed: set[tuple[str, Flavour, bool]] = set()
     for mutant in mutants:
-        needed |= {(joined_source(mutant.stem), "plain"), (joined_source(mutant.stem), mutant.flavour)}
+        source = joined_source(mutant.stem)
+        needed |= {(source, "plain", True), (source, mutant.flavour, False)}
         # A pattern that the source does not have fails the mutant's own test.
         with contextlib.suppress(ValueError):
-            needed.add((mutant.source_of(mutant.stem), mutant.flavour))
+            needed.add((mutant.source_of(mutant.stem), mutant.flavour, False))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(build, *zip(*needed, strict=True)))
 
 
 @functools.cache  # mutants share their inputs
 def _report(source_of: SourceOf, entry: str, flavour: Flavour, run: Callable[[], None]) -> str | None:
-    with HostKernels(flavour, source_of) as kernels, HostKernels() as others:
+    with HostKernels(flavour, source_of, optimise=False) as kernels, HostKernels() as others:
         backend = _OneKernelApart(entry, kernels, others)
         with mock.patch.dict(BACKENDS, cpu=backend):
             try:
@@ -134,17 +135,17 @@ class _OneKernelApart(NumpyBackend):
         self.others = others
 
     def run(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
-        arrays = {name: view.as_numpy() for name, view in all_views(arguments) if name in operation.outputs}
-        before = {name: array.copy() for name, array in arrays.items()}
+        arrays = [(name, view.as_numpy()) for name, view in all_views(arguments) if name in operation.outputs]
+        before = [array.copy() for _, array in arrays]
         super().run(operation, arguments, stream)
-        expected = {name: array.copy() for name, array in arrays.items()}
-        for name, array in arrays.items():
-            array[...] = before[name]
+        expected = [array.copy() for _, array in arrays]
+        for (_, array), value in zip(arrays, before, strict=True):
+            array[...] = value
         for launch in operation.launches(**arguments):
             kernels = self.kernels if launch.entry == self.entry else self.others
             kernels.run([launch], host_arrays(operation, arguments))
-        for name, array in arrays.items():
-            if not np.array_equal(_ordered(name, array), _ordered(name, expected[name])):
+        for (name, array), value in zip(arrays, expected, strict=True):
+            if not np.array_equal(_ordered(name, array), _ordered(name, value)):
                 raise _WrongResultError(f"{name} {DIFFERS}")
 
 

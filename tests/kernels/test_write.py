@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_kvcanary import StatusBit, launch_plan_offsets_kernel
+from cupy_kvcanary.arrays import view_array
 from cupy_kvcanary.buffers import VerifyOrWriteContext, forget_chain
 from cupy_kvcanary.constants import FailReason
 from cupy_kvcanary.errors import KvCanaryError
 from cupy_kvcanary.ops.write import OPERATION, launch_canary_write_kernel
 from cupy_kvcanary.types import WritePlan
 from tests.helpers import plan_offsets
-from tests.helpers.backends import ArrayBackend, require_gpu
+from tests.helpers.backends import ArrayBackend
 from tests.helpers.buffers import HostBuffer, HostSource
 from tests.helpers.golden import FILL, GoldenFile
 from tests.helpers.guards import GuardedBackend
@@ -31,6 +32,7 @@ from tests.helpers.write import (
     one_request,
     write,
 )
+from tests.helpers.write_errors import valid_arguments
 
 GOLDEN = GoldenFile("write.npz")
 F1_SLOTS = [5, 9, 3, 7, 11, 13]
@@ -164,7 +166,6 @@ def test_real_kv_of_a_layer_and_of_pages(backend: ArrayBackend, kernel: str) -> 
     flat = backend.to_numpy(layers)[:, 1].reshape(8, 16)
     expected = HostBuffer.empty(8, mode=2, sources=[HostSource(flat, 1, 32, 32), HostSource(pages, 4, 48, 32)])
     buffer = HostBuffer.empty(8, mode=2, sources=[HostSource(layers[:, 1], 1, 32, 32), expected.sources[1]])
-    buffer.sources[0].tensor = layers[:, 1] if not backend.is_gpu else _AlreadyThere(layers[:, 1])
     write(backend, [buffer], one_request([5, 6]), kernel)
     assert [buffer.record(slot)[3] for slot in (5, 6)] == [expected.real_kv_hash(slot) for slot in (5, 6)]
 
@@ -403,4 +404,131 @@ def test_hostile_values_change_nothing_outside_the_outputs(
     guarded.check()
 
 
-# ---- launches ------------------------------------------------------------------------------------------------
+# ---- the launcher --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_reqs", "num_buffers", "entry", "grid"),
+    [
+        (256, 256, 4, "kvc_write_affine", 256),
+        (512, 256, 1, "kvc_write_affine", 64),
+        (513, 256, 1, "kvc_write_affine_scan", 256),
+        (4096, 1, 2, "kvc_write_affine_scan", 2),
+        (8192, 4096, 4, "kvc_write_affine", 4096),
+        (0, 0, 3, "kvc_write_affine", 1),
+    ],
+)
+def test_long_affine_requests_are_scanned_by_blocks(
+    num_tokens: int, num_reqs: int, num_buffers: int, entry: str, grid: int
+) -> None:
+    """The choice depends on what the host knows: it may be captured."""
+    zeros = np.zeros(num_tokens, np.int64)
+    arguments = make_arguments(np.zeros(num_reqs + 1), np.zeros(num_reqs), zeros, zeros, zeros)
+    context = HostBuffer.empty(8).on_device(ArrayBackend("numpy"))
+    views = {name: view_array(name, value) for name, value in arguments.items() if value is not None}
+    options: dict[str, Any] = {"expected_input_tokens": None, "expected_input_positions": None, "out_status": None}
+    (launch,) = OPERATION.launches(
+        buffers=(context.view,) * num_buffers, **views, **options, padding_slot=0, chain="affine"
+    )
+    assert (launch.entry, launch.grid) == (entry, grid)
+    assert launch.args.nbytes < 4096
+
+
+N3 = np.zeros(3, np.int64)
+READ_ONLY = np.zeros(1, np.int32)
+READ_ONLY.flags.writeable = False
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    (
+        "expected input tensors are required when enable_write_input_assert=True",
+        {"enable_write_input_assert": True, "expected_input_tokens": N3},
+    ),
+    (
+        "expected input tensors must be None when enable_write_input_assert=False",
+        {"expected_input_positions": N3},
+    ),
+    ("enable_write_input_assert must be a bool, got 1", {"enable_write_input_assert": 1}),
+    ("context must be a VerifyOrWriteContext or a sequence of them, got ndarray", {"context": [N3]}),
+    ("context must be 1 to 12 contexts, got 0", {"context": []}),
+    ("input_ids must have dtype int64, got int32", {"input_ids": np.zeros(3, np.int32)}),
+    ("positions length must be 3, got 4", {"positions": np.zeros(4, np.int64)}),
+    ("out_cache_loc must be contiguous", {"out_cache_loc": np.zeros(6, np.int64)[::2]}),
+    ("input_ids must be 1-D, got shape (3, 1)", {"input_ids": np.zeros((3, 1), np.int64)}),
+    (
+        "expected_input_tokens length must be 3, got 2",
+        {"enable_write_input_assert": True, "expected_input_tokens": N3[:2], "expected_input_positions": N3},
+    ),
+    ("write_offsets length must be 2, got 3", {"write_offsets": N3}),
+    ("write_num_valid_reqs length must be 1, got 2", {"write_num_valid_reqs": np.zeros(2, np.int32)}),
+    ("write_num_valid_reqs must have dtype int32, got int64", {"write_num_valid_reqs": np.zeros(1, np.int64)}),
+    ("out_status must have dtype int32, got int64", {"out_status": np.zeros(1, np.int64)}),
+    ("out_status must be writable, got a read-only array", {"out_status": READ_ONLY}),
+    ("padding_slot must be an int, got 0.0", {"padding_slot": 0.0}),
+    ("padding_slot must be non-negative, got -1", {"padding_slot": -1}),
+    ("chain must be 'splitmix64' or 'affine', got 'sha256'", {"chain": "sha256"}),
+    ("stream must be None for CPU arrays, got int", {"stream": 7}),
+]
+
+
+@pytest.mark.parametrize(("message", "changed"), REFUSED, ids=[message for message, _ in REFUSED])
+def test_bad_argument_is_refused_with_outputs_untouched(message: str, changed: dict[str, Any]) -> None:
+    arguments = valid_arguments(**changed)
+    with pytest.raises(KvCanaryError) as caught:
+        launch_canary_write_kernel(**arguments)
+    assert str(caught.value).splitlines()[0] == f"kv-canary: {message}"
+    if isinstance(arguments["context"], VerifyOrWriteContext):
+        assert_untouched(arguments["context"])
+
+
+def assert_untouched(context: VerifyOrWriteContext) -> None:
+    assert not context.canary_buf.any()
+    assert (context.violation_ring == FILL).all()
+    assert (context.violation_write_index, context.slot_run_counter, context.kernel_run_counter) == (0, 0, 0)
+
+
+def test_memory_that_is_read_or_written_twice_is_refused() -> None:
+    context = valid_arguments()["context"]
+    memory = np.zeros(16, np.int64)
+    other = VerifyOrWriteContext(
+        canary_buf=memory.view(np.uint8).reshape(4, 32),
+        kernel_kind=1,
+        violation_ring=context.violation_ring,
+        violation_write_index=context.violation_write_index,
+        slot_run_counter=context.slot_run_counter,
+        kernel_run_counter=context.kernel_run_counter,
+    )
+    for message, changed in (
+        ("canary_buf must not overlap input_ids, got shared memory", {"context": other, "input_ids": memory[:3]}),
+        (
+            "canary_buf of context 1 must not overlap positions, got shared memory",
+            {"context": [context, other], "positions": memory[13:]},
+        ),
+        (
+            "canary_buf must not overlap canary_buf of context 1, got shared memory",
+            {"context": [context, context]},
+        ),
+        (
+            "out_status must not overlap violation_write_index, got shared memory",
+            {"context": context, "out_status": context.violation_write_index},
+        ),
+    ):
+        with pytest.raises(KvCanaryError) as caught:
+            launch_canary_write_kernel(**valid_arguments(**changed))
+        assert str(caught.value).splitlines()[0] == f"kv-canary: {message}"
+        assert_untouched(context)
+        assert not memory.any()
+
+
+def test_a_buffer_takes_one_kind_of_chain_until_it_is_cleared() -> None:
+    arguments = valid_arguments()
+    context = arguments["context"]
+    launch_canary_write_kernel(**arguments)
+    before = context.canary_buf.copy()
+    with pytest.raises(KvCanaryError) as caught:
+        launch_canary_write_kernel(**arguments, chain="affine")
+    message = "kv-canary: chain must be 'splitmix64', with which the buffer was written, got 'affine'"
+    assert str(caught.value).splitlines()[0] == message
+    np.testing.assert_array_equal(context.canary_buf, before)
+    context.canary_buf[...] = 0
+    forget_chain(context.canary_buf)
+    launch_canary_write_kernel(**arguments, chain="affine")

@@ -76,17 +76,19 @@ def args_of(stem: str) -> tuple[str, np.dtype[Any]]:
 
 
 def members(twin: np.dtype[Any], prefix: str = "") -> Iterator[tuple[str, int, int]]:
-    """C++ name, offset and size of each field and of the fields within; `x` and `x_is_int64` are an IndexArray x."""
+    """C++ name, offset and size of each field and of the fields within.
+
+    `x` and `x_is_int64` are an IndexArray x; `x_0`, `x_1` and so on are the elements of an array x.
+    """
     names: Mapping[str, Any] = twin.fields or {}
     for name, (field, offset, *_) in names.items():
         index_array = name.removesuffix("_is_int64")
         if index_array != name and index_array in names:
             member = f"{prefix}{index_array}.is_int64"
         else:
-            member = f"{prefix}{name}.data" if f"{name}_is_int64" in names else f"{prefix}{name}"
+            member = prefix + re.sub(r"_(\d+)$", r"[\1]", name) + (".data" if f"{name}_is_int64" in names else "")
         yield member, offset, field.itemsize
-        inner, element = (field.subdtype[0], f"{member}[0]") if field.subdtype else (field, member)
-        yield from ((path, offset + start, size) for path, start, size in members(inner, f"{element}."))
+        yield from ((path, offset + start, size) for path, start, size in members(field, f"{member}."))
 
 
 def compile_with_twin(stem: str, struct: str, twin: np.dtype[Any]) -> None:

@@ -19,6 +19,7 @@ from cupy_kvcanary.compile import import_cupy, kernel_handle
 from cupy_kvcanary.launch import Launch, launch_on_stream
 from tests.helpers.plan_offsets import make_arguments
 from tests.helpers.replay_errors import REPLAY_ERROR_CALLS
+from tests.helpers.write_errors import WRITE_ERROR_CALLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -219,7 +220,15 @@ def raises_on_compile() -> None:
 
 
 class RequiresGrad:
+    """Another library's tensor that is tracked."""
+
     requires_grad = True
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise AssertionError("must not be exported")
 
 
 OTHER_CALLS: dict[str, Callable[[], object]] = {
@@ -231,6 +240,7 @@ OTHER_CALLS: dict[str, Callable[[], object]] = {
     "kv-canary-kernel-must-launch": raises_on_launch,
     "kv-canary-slug-must-be-known": lambda: find_entry("no such thing"),
     **REPLAY_ERROR_CALLS,
+    **WRITE_ERROR_CALLS,
 }
 
 

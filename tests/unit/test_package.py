@@ -15,6 +15,7 @@ import pytest
 import cupy_kvcanary
 from cupy_kvcanary import KvCanaryWarning, installation
 from cupy_kvcanary.ops import plan_offsets as plan_offsets_op
+from cupy_kvcanary.ops import write as write_op
 from cupy_kvcanary.sources import STEMS, joined_source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,7 +140,7 @@ def test_version_is_that_of_the_project_file() -> None:
     assert f'\nversion = "{cupy_kvcanary.__version__}"\n' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
-OPERATIONS = {"plan_offsets": plan_offsets_op.OPERATION}
+OPERATIONS = {"plan_offsets": plan_offsets_op.OPERATION, "write": write_op.OPERATION}
 
 
 @pytest.mark.parametrize("stem", STEMS)

@@ -1,0 +1,494 @@
+"""Mutants of the verify kernels, and of the records and violations of kernels/common.cuh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cupy_kvcanary.constants import INT32_MAX
+from cupy_kvcanary.ops.verify import launch_canary_verify_batch_kernel, launch_canary_verify_kernel
+from tests.helpers.backends import ArrayBackend
+from tests.helpers.buffers import HostBuffer, HostSource
+from tests.helpers.mutants.page_table import SLOT_READ, page_table_mutants
+from tests.helpers.mutation import DIFFERS, Mutant, Reach, mutants
+from tests.helpers.verify import ANCHOR, Batch, Entry, make_plan
+
+if TYPE_CHECKING:
+    from cupy_kvcanary import VerifyOrWriteContext
+
+PLAN = "kvc_verify"
+BATCH = "kvc_verify_batch"
+PLAIN = "kvc_verify_batch_plain"
+BATCHES = (BATCH, PLAIN)
+ALL = (PLAN, *BATCHES)
+BOTH_CHAINS = (*ALL, *(f"{kernel}_affine" for kernel in ALL))
+
+NUMPY = ArrayBackend("numpy")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Canary buffers. Records are zeros where none are given, so that most entries are violations."""
+
+    num_slots: int = 64
+    records: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    num_buffers: int = 1
+    """They share log and counters."""
+    has_kv: bool = False
+    """Two sources, whose last row ends with the last slot's bytes."""
+    stride: int = 32
+    ring_capacity: int = 256
+    violation_count: int = 0
+
+    def buffer(self) -> HostBuffer:
+        buffer = HostBuffer.empty(
+            self.num_slots,
+            self.stride,
+            ring_capacity=self.ring_capacity,
+            violation_count=self.violation_count,
+            sources=[HostSource(np.ones((self.num_slots, 32), np.uint8), 1, 32, 32)] * 2 if self.has_kv else [],
+            mode=2,
+        )
+        for slot, values in self.records.items():
+            buffer.set_record(slot, *values)
+        return buffer
+
+    def contexts(self) -> list[VerifyOrWriteContext]:
+        buffer = self.buffer()
+        first = buffer.on_device(NUMPY)
+        return [first, *(replace(first, canary_buf=buffer.canary_buf.copy()) for _ in range(1, self.num_buffers))]
+
+
+EMPTY = Cache()
+
+
+def chain_of(kernel: str) -> Any:
+    return "affine" if kernel.endswith("_affine") else "splitmix64"
+
+
+def verify_entries(kernel: str, cache: Cache, entries: list[Entry], num_valid: int | None, **options: Any) -> None:
+    launch_canary_verify_kernel(
+        context=cache.contexts(),
+        plan=make_plan(NUMPY, entries, num_valid=num_valid),
+        check_verify_expected_token=True,
+        chain=chain_of(kernel),
+        **options,
+    )
+
+
+def verify_batch(kernel: str, cache: Cache, batch: Batch, **changed: Any) -> None:
+    lens = np.minimum(batch.prefix_lens, batch.window or INT32_MAX)
+    offsets = np.array(changed.pop("offsets", [0, *np.cumsum(lens)]), np.int64)
+    arguments = {
+        "req_pool_indices": np.array(batch.rows, np.int64),
+        "prefix_lens": np.array(batch.prefix_lens, np.int64),
+        "req_to_token": batch.table,
+        "full_to_swa_index_mapping": None,
+        "verify_offsets_scratch": offsets,
+        "verify_num_valid": np.array([changed.pop("num_valid", offsets[-1])], np.int32),
+        "verify_enable": np.ones(1, np.int32),
+        "req_to_verify_expected_tokens": batch.expected,
+        "req_to_verify_expected_tokens_valid_lens": None if batch.expected is None else np.array(batch.valid_lens),
+        "kv_token_id_vs_position_offset": batch.offset,
+        "swa_window_size": batch.window,
+        "verify_capacity": 1000,
+        "check_verify_expected_token": "plain" not in kernel,
+        "out_status": np.zeros(1, np.int32),
+    }
+    launch_canary_verify_batch_kernel(context=cache.contexts(), chain=chain_of(kernel), **arguments | changed)
+
+
+def plan(entries: list[Entry], cache: Cache = EMPTY, num_valid: int | None = None, **options: Any) -> Reach:
+    return ((PLAN, partial(verify_entries, PLAN, cache, entries, num_valid, **options)),)
+
+
+def batches(batch: Batch, cache: Cache = EMPTY, kernels: tuple[str, ...] = BATCHES, **changed: Any) -> Reach:
+    return tuple((kernel, partial(verify_batch, kernel, cache, batch, **changed)) for kernel in kernels)
+
+
+def both(batch: Batch, cache: Cache = EMPTY, kernels: tuple[str, ...] = ALL, **options: Any) -> Reach:
+    """The kernels, each with the entries of the batch in its own form."""
+    return tuple(
+        (kernel, partial(verify_batch, kernel, cache, batch, **options))
+        if kernel.startswith(BATCH)
+        else (kernel, partial(verify_entries, kernel, cache, batch.entries(), None, **options))
+        for kernel in kernels
+    )
+
+
+def requests(*prefix_lens: int, window: int = 0) -> Batch:
+    """Requests that own the slots 1, 2, 3 and so on, one after the other."""
+    table = np.zeros((len(prefix_lens) + 1, max(prefix_lens, default=1)), np.int32)
+    end = 1
+    for slots, prefix_len in zip(table[1:], prefix_lens, strict=True):
+        slots[:prefix_len] = np.arange(end, end + prefix_len)
+        end += prefix_len
+    return Batch(table, list(range(1, len(table))), list(prefix_lens), window)
+
+
+def row(*slots: int) -> Batch:
+    """One request, the last row of its table."""
+    return Batch(np.array([[0] * len(slots), slots], np.int32), [1], [len(slots)])
+
+
+def expecting(offset: int = 0, valid_len: int = 3) -> Batch:
+    """One request of three tokens with a pool of the same shape."""
+    return replace(requests(3), expected=np.full((2, 3), 7, np.int32), valid_lens=[valid_len], offset=offset)
+
+
+def request(prefix_row: int, prefix_len: int, table: Any, *, mapping: Any = None, has_status: bool = True) -> Reach:
+    """See `page_table_mutants`."""
+    changed = {
+        "req_pool_indices": np.array([prefix_row]),
+        "prefix_lens": np.array([prefix_len]),
+        "req_to_token": table,
+        "full_to_swa_index_mapping": None if mapping is None else np.array(mapping),
+        "offsets": [0, max(prefix_len, 1)],
+    }
+    return batches(requests(1), kernels=(BATCH,), **changed if has_status else changed | {"out_status": None})
+
+
+PLAN_READ = "const i64 prev_slot = __ldg(args."
+RECORD_READ = "const ulonglong2 head = halves[0]"
+ROW_STORED = "row[0] = buffer.kernel_kind"
+OFFSETS_SEARCHED = "const bool is_at_most ="
+TOKEN_READ = "return __ldg(args.expected_tokens +"
+
+# A negative prefix is one that no position is below, so these lead nowhere here.
+NOT_REACHED = ("negative prefix", "pages that end before they begin", "no pages", "last page of a negative length")
+
+nine = requests(9)
+same_three_times = Batch(np.ones((2, 1), np.int32), [1] * 3, [1] * 3)
+right_first_record = (0, 0, ANCHOR)
+kv_hash = Cache(has_kv=True).buffer().real_kv_hash(63)
+
+MUTANTS: list[Mutant] = [
+    *mutants(
+        "mask",
+        "plain",
+        "the mask does not name this lane",
+        [
+            (
+                both(nine, kernels=BOTH_CHAINS),
+                "which lanes have a record",
+                "__ballot_sync(kFullWarp, is_read[k])",
+                "__ballot_sync(kFullWarp >> 1, is_read[k])",
+                "__ballot_sync(kFullWarp, is_read[k])",
+            ),
+            (
+                both(nine, kernels=BOTH_CHAINS),
+                "the link of the lane before",
+                "__shfl_sync(kFullWarp, link,",
+                "__shfl_sync(kFullWarp - 1, link,",
+                "__shfl_sync(kFullWarp, link,",
+            ),
+            (
+                batches(requests(2, 3)),
+                "offsets of the requests",
+                "__ballot_sync(kFullWarp, is_at_most)",
+                "__ballot_sync(kFullWarp >> 1, is_at_most)",
+                "__ballot_sync(kFullWarp, is_at_most)",
+            ),
+        ],
+    ),
+    *(
+        mutant
+        for says, reach, name, pattern, replacement in (
+            (
+                "of slot_run_counter, which",
+                both(nine, Cache(num_buffers=2)),
+                "entries seen",
+                "atomicAdd(reinterpret_cast<u64*>(buffer.slot_run_counter), static_cast<u64>(num_entries))",
+                "*buffer.slot_run_counter += num_entries",
+            ),
+            (
+                "of kernel_run_counter, which",
+                both(nine, Cache(num_buffers=2)),
+                "launches",
+                "atomicAdd(reinterpret_cast<u64*>(buffer.kernel_run_counter), 1ull)",
+                "*buffer.kernel_run_counter += 1",
+            ),
+            (
+                "of violation_write_index, which",
+                both(nine),
+                "violations",
+                "atomicAdd(buffer.violation_write_index, 1)",
+                "(*buffer.violation_write_index)++",
+            ),
+            (
+                "of violation_write_index, which",
+                both(nine, Cache(violation_count=INT32_MAX)),
+                "violations that saturate",
+                "atomicExch(buffer.violation_write_index, kInt32Max)",
+                "*buffer.violation_write_index = kInt32Max",
+            ),
+            (
+                "of out_status, which",
+                batches(Batch(np.ones((2, 1), np.int32), [1, 1], [2, 2])),
+                "status bits",
+                "atomicOr(out_status, status)",
+                "*out_status |= status",
+            ),
+        )
+        for mutant in mutants("atomic", "thread", says, [(reach, name, pattern, replacement, pattern)])
+    ),
+    *(mutant for mutant in page_table_mutants(request) if mutant.name not in NOT_REACHED),
+    *mutants(
+        "bound",
+        "address",
+        "heap-buffer-overflow",
+        [
+            (both(row(-3)), "slot before the buffer", "slot >= 0 && slot <", "slot <", RECORD_READ),
+            (both(row(64)), "slot behind the buffer", "slot < num_slots", "slot <= num_slots", RECORD_READ),
+            (both(row(1)), "no predecessor", "if (prev_slot < 0)", "if (prev_slot < -1)", RECORD_READ),
+            (
+                both(row(64, 1)),
+                "predecessor behind the buffer",
+                "prev_slot >= buffer.num_slots",
+                "prev_slot > buffer.num_slots",
+                RECORD_READ,
+            ),
+            (
+                plan(nine.entries(), num_valid=10),
+                "entries of the plan",
+                "clamp(__ldg(num_valid), 0, capacity)",
+                "clamp(__ldg(num_valid), 0, capacity + 1)",
+                PLAN_READ,
+            ),
+            (plan(nine.entries()), "end of a run", "t < end)", "t <= end)", PLAN_READ),
+            (
+                plan(nine.entries()),
+                "end of the last run",
+                "clamp(begin + run_len, 0, num_entries)",
+                "begin + run_len",
+                PLAN_READ,
+            ),
+            (
+                plan(nine.entries()),
+                "entry before the first run",
+                "begin > 0 ? begin - 1 : 0",
+                "begin - 1",
+                PLAN_READ,
+            ),
+            (
+                plan(nine.entries()),
+                "entry before the first",
+                "t > 0 && __ldg(",
+                "__ldg(",
+                "t > 0 && __ldg(args.verify_slot_indices",
+            ),
+            (
+                both(row(63), Cache(has_kv=True), kernels=(PLAN, BATCH)),
+                "KV bytes of a slot",
+                "offset < source.num_hashed_bytes",
+                "offset <= source.num_hashed_bytes",
+                "const ulonglong2 words =",
+            ),
+            (
+                both(same_three_times, Cache(ring_capacity=2)),
+                "rows of the ring",
+                "seq >= buffer.ring_capacity",
+                "seq > buffer.ring_capacity",
+                ROW_STORED,
+            ),
+            (
+                both(row(1), Cache(violation_count=-5)),
+                "negative number of violations",
+                "seq < 0 || seq",
+                "seq",
+                ROW_STORED,
+            ),
+            (batches(requests(1, 1, 1)), "offsets to search", "lane * stride < count && ", "", OFFSETS_SEARCHED),
+            (
+                batches(requests(*[1] * 96, 40), Cache(256)),
+                "offsets of the last group",
+                "count - skipped < stride ? count - skipped : stride",
+                "stride",
+                OFFSETS_SEARCHED,
+            ),
+            (
+                batches(requests(1, 1, 1), offsets=[5, 5, 5, 5], num_valid=1),
+                "offsets that start too late, searched",
+                "at_most == 0 ? 0 : ",
+                "",
+                "const i64 begin = __ldg(offsets",
+            ),
+            (
+                batches(requests(1, 1)),
+                "requests to double over",
+                "while (step < bs - r && ",
+                "while (",
+                "while (step <",
+            ),
+            (batches(requests(*[1] * 33)), "requests to halve over", "if (step < bs - r && ", "if (", "if (step < bs"),
+            (
+                batches(Batch(np.ones((2, 1), np.int32), [], []), offsets=[0], num_valid=3),
+                "entries of no requests",
+                "args.bs == 0 ? 0 : ",
+                "",
+                "end = __ldg(offsets + r + 1)",
+            ),
+            *(
+                row_of_mutant
+                for kernel, slot_read in ((BATCH, SLOT_READ), (PLAIN, "return __ldg(row_slots + position)"))
+                for row_of_mutant in (
+                    (
+                        batches(requests(3), kernels=(kernel,), offsets=[0, 4]),
+                        "offsets of longer requests",
+                        "position >= range.prefix_len",
+                        "position > range.prefix_len",
+                        slot_read,
+                    ),
+                    (
+                        batches(requests(3), kernels=(kernel,), offsets=[5, 9], num_valid=1),
+                        "offsets that start too late, read",
+                        "begin >= 0 && begin <= t",
+                        "begin >= 0",
+                        slot_read,
+                    ),
+                )
+            ),
+            (
+                batches(replace(expecting(), table=np.ones((3, 3), np.int32), rows=[2]), kernels=(BATCH,)),
+                "rows of expected tokens",
+                "range.row >= args.expected_rows",
+                "range.row > args.expected_rows",
+                TOKEN_READ,
+            ),
+            (
+                batches(expecting(offset=-9), kernels=(BATCH,)),
+                "expected tokens before a row",
+                "index < 0 || ",
+                "",
+                TOKEN_READ,
+            ),
+            (
+                batches(expecting(offset=1, valid_len=9), kernels=(BATCH,)),
+                "expected tokens behind a row",
+                "index >= args.expected_width || ",
+                "",
+                TOKEN_READ,
+            ),
+        ],
+    ),
+    *mutants(
+        "bound",
+        "address",
+        "signed integer overflow",
+        [
+            (
+                batches(requests(3), offsets=[-(2**63), 3], num_valid=1),
+                "negative offsets",
+                "begin >= 0 && begin <= t",
+                "begin <= t",
+                "first_position = is_of_batch",
+            ),
+        ],
+    ),
+    *mutants(
+        "bound",
+        "address",
+        "misaligned address",
+        [
+            (
+                both(row(1), Cache(stride=40), kernels=(PLAN, BATCH)),
+                "records of 16-byte parts",
+                "if (has_aligned_records()) return load",
+                "return load",
+                RECORD_READ,
+            ),
+        ],
+    ),
+    *mutants(
+        "bound",
+        "plain",
+        DIFFERS,
+        [
+            (batches(nine), "end of a run", "t < end)", "t <= end)", ""),
+            (both(nine), "begin of a run", "is_checked &= t >= begin", "is_checked &= true", ""),
+            (
+                both(requests(300), Cache(400, ring_capacity=400)),
+                "one block counts",
+                "if (block == 0 && thread",
+                "if (thread",
+                "",
+            ),
+            (both(nine), "one thread counts", "block == 0 && threadIdx.x == 0", "block == 0", ""),
+            (
+                both(nine, Cache(num_buffers=2)),
+                "blocks of a buffer",
+                "gridDim.x / num_buffers * warps",
+                "gridDim.x * warps",
+                "",
+            ),
+            (
+                (*plan(nine.entries(), num_valid=-5), *batches(nine, num_valid=-5)),
+                "negative number of entries",
+                "clamp(__ldg(num_valid), 0, capacity)",
+                "clamp(__ldg(num_valid), -9, capacity)",
+                "",
+            ),
+            (batches(nine), "first entry of a request", "if (t >= end)", "if (t > end)", ""),
+            (
+                both(row(1), Cache(violation_count=INT32_MAX)),
+                "violations that saturate",
+                " || seq == kInt32Max",
+                "",
+                "",
+            ),
+            (
+                both(row(63), Cache(has_kv=True, records={63: (*right_first_record, kv_hash)}), kernels=(PLAN, BATCH)),
+                "sources",
+                "s < num_real_kv_sources",
+                "s <= num_real_kv_sources",
+                "",
+            ),
+            (
+                both(row(0), Cache(records={0: right_first_record}), check_holes=True),
+                "a hole whose record is right",
+                " && slot != options.padding_slot",
+                "",
+                "",
+            ),
+            (
+                both(row(-1), padding_slot=None),
+                "no padding slot",
+                "slot >= 0 && slot == padding_slot",
+                "slot == padding_slot",
+                "",
+            ),
+            # The link of a record of zeros is 0, which is also what stands in place of a record that cannot be read.
+            (
+                plan([Entry(1, -1, 0), Entry(64, 1, 0)]),
+                "an entry without a record",
+                "is_right = is_read[k] && ",
+                "is_right = ",
+                "",
+            ),
+            (
+                both(row(64, 1), Cache(records={1: (0, 1, 0)})),
+                "a predecessor without a record",
+                "entry.follows && is_before_read",
+                "entry.follows",
+                "",
+            ),
+            (
+                batches(requests(1, 2, window=1), Cache(records={2: (9,), 3: (0, 1, 0)})),
+                "first entry of a window",
+                "position > range.window_start",
+                "position >= range.window_start",
+                "",
+            ),
+            (
+                batches(expecting(valid_len=1), kernels=(BATCH,)),
+                "valid expected tokens",
+                " || index >= args.expected_valid_lens[r]",
+                "",
+                "",
+            ),
+        ],
+    ),
+]
