@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .buffers import RealKvSource, VerifyOrWriteContext
+from .buffers import RealKvSource, VerifyOrWriteContext, forget_chain
 from .constants import (
     PLAN_BS_BLOCK_SIZE,
     REQ_POOL_IDX_PADDING,
@@ -18,6 +18,7 @@ from .ops.canary_plan import launch_canary_plan_kernels
 from .ops.plan_entries import launch_plan_entries_kernel
 from .ops.plan_offsets import OffsetsPlan, OffsetsTotals, launch_plan_offsets_kernel, plan_offsets
 from .ops.scatter import launch_scatter_req_token_ids_kernel
+from .ops.verify import launch_canary_verify_batch_kernel, launch_canary_verify_kernel
 from .ops.write import launch_canary_write_kernel
 from .page_tables import BlockTable, PageList
 from .types import VerifyPlan, ViolationLog, WritePlan
@@ -43,7 +44,10 @@ __all__ = [
     "ViolationLog",
     "WritePlan",
     "__version__",
+    "forget_chain",
     "launch_canary_plan_kernels",
+    "launch_canary_verify_batch_kernel",
+    "launch_canary_verify_kernel",
     "launch_canary_write_kernel",
     "launch_plan_entries_kernel",
     "launch_plan_offsets_kernel",

@@ -363,7 +363,9 @@ def check_chain_of(buffers: Sequence[CanaryBufferView], chain: Chain) -> None:
     for buffer in buffers:
         written = _chains.get(_chain_key(buffer.canary_buf), chain)
         if written != chain:
-            raise error("kv-canary-chain-must-be-that-of-the-buffer", name="chain", expected=written, got=chain)
+            raise error(
+                "kv-canary-chain-must-be-that-of-the-buffer", name="chain", expected=repr(written), got=repr(chain)
+            )
 
 
 def remember_chain(buffers: Sequence[CanaryBufferView], chain: Chain) -> None:

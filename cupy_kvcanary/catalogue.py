@@ -203,14 +203,6 @@ _ENTRIES = (
         fix="pass the length of verify_plan_out.verify_slot_indices",
         prevention="Derive the argument from the plan.",
     ),
-    CatalogueEntry(
-        slug="kv-canary-valid-lens-must-be-given",
-        message="{name} must be given with req_to_verify_expected_tokens, got {got}",
-        trigger="There are expected tokens, but not how many of each request's are valid.",
-        cause="The lengths were left at None.",
-        fix="pass int64[bs] with the valid tokens of each request, or no expected tokens",
-        prevention="Keep the token pool and its lengths together.",
-    ),
     # -- canary buffers and real KV ---------------------------------------------------------------------------
     CatalogueEntry(
         slug="kv-canary-must-be-a-multiple",
@@ -294,7 +286,7 @@ _ENTRIES = (
     ),
     CatalogueEntry(
         slug="kv-canary-chain-must-be-that-of-the-buffer",
-        message="{name} must be {expected!r}, with which the buffer was written, got {got!r}",
+        message="{name} must be {expected}, with which the buffer was written, got {got}",
         trigger="A buffer that holds records of one kind of chain is written or verified with the other.",
         cause="One of the launches was switched to another chain, the others were not.",
         fix="pass the same chain everywhere; to switch, clear the buffer and call forget_chain(canary_buf)",

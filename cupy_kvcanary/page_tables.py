@@ -73,8 +73,14 @@ class PageTableView:
     stride0: int
     num_entries: int
     page_size: int
+    """0: the entries are slots."""
     null_page: int
     """-1: none."""
+
+    @property
+    def holds_slots(self) -> bool:
+        """Whether it is a table of slots."""
+        return self.page_size == 0
 
 
 PAGE_TABLE_ARGS = np.dtype(
@@ -143,7 +149,7 @@ def view_slot_table(view: ArrayView) -> PageTableView:
         max_seq_len=max_seq_len,
         stride0=view.row_stride,
         num_entries=0,
-        page_size=1,
+        page_size=0,
         null_page=-1,
     )
 

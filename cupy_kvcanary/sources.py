@@ -42,7 +42,7 @@ _INJECTED = (
 
 _SUFFIX = {"int": "", "unsigned long long": "ull"}
 
-STEMS = ("plan_entries", "plan_offsets", "scatter", "write")
+STEMS = ("plan_entries", "plan_offsets", "scatter", "verify", "write")
 """The kernels, one `kernels/<stem>.cu` each."""
 
 

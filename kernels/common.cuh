@@ -38,7 +38,7 @@ __device__ __forceinline__ i64 map_to_swa(i64 slot, const IndexArray& mapping, i
 }
 
 // Where each request's tokens lie, in one of three forms:
-//   slots        entries[row, position] is the slot (page_size 1)
+//   slots        entries[row, position] is the slot (page_size 0)
 //   block table  entries[row, position / page_size] is the page
 //   page list    entries[page_indptr[row] + position / page_size] is the page; page_indptr is not null
 struct PageTable {
@@ -70,7 +70,7 @@ struct PageTable {
 
   // Slot of a position below seq_len(row) in an active row.
   __device__ __forceinline__ i64 slot(i64 row, i64 position) const {
-    if (page_size == 1 && page_indptr.data == nullptr) return entries[row * stride0 + position];
+    if (page_size == 0) return entries[row * stride0 + position];
     // Positions of paged tables fit 32 bits (checked on the host); dividing those is several times cheaper.
     const unsigned page_in_row = static_cast<unsigned>(position) / static_cast<unsigned>(page_size);
     const i64 offset = position - static_cast<i64>(page_in_row) * page_size;

@@ -218,15 +218,11 @@ def check_arguments(
         check_length(name, views[name].size, verify_capacity)
     if "full_to_swa_index_mapping" in views and views["full_to_swa_index_mapping"].size == 0:
         raise error("kv-canary-lut-len-must-be-positive", name="full_to_swa_index_mapping", got=0)
-    expected_tokens = views.get("req_to_verify_expected_tokens")
-    if expected_tokens is not None:
-        check_positive("req_to_verify_expected_tokens_stride0", expected_tokens.row_stride)
-        if "req_to_verify_expected_tokens_valid_lens" not in views:
-            raise error(
-                "kv-canary-valid-lens-must-be-given",
-                name="req_to_verify_expected_tokens_valid_lens",
-                got=None,
-            )
+    pool = ("req_to_verify_expected_tokens", "req_to_verify_expected_tokens_valid_lens")
+    if (pool[0] in views) != (pool[1] in views):
+        raise error("kv-canary-expected-tokens-and-valid-lens-go-together", name=pool[1], got=None)
+    if pool[0] in views:
+        check_positive(f"{pool[0]}_stride0", views[pool[0]].row_stride)
     return {
         **{name: view for name, view in views.items() if name != "req_to_token"},
         **{name: None for name in OPTIONAL_ARRAYS if name not in views},

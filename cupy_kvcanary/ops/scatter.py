@@ -102,7 +102,7 @@ def launch_scatter_req_token_ids_kernel(
     check_positive("pool_out_stride0", views["pool_out"].row_stride)
     if "out_status" in views:
         check_length("out_status", views["out_status"].size, 1)
-    check_memory_and_run(OPERATION, {"out_status": None, **views}, stream)
+    check_memory_and_run(OPERATION, {**views, "out_status": views.get("out_status")}, stream)
 
 
 def _launches(

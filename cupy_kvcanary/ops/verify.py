@@ -16,6 +16,7 @@ from ..buffers import (
     buffers_args,
     check_chain,
     check_chain_of,
+    check_memory,
     view_buffers,
 )
 from ..catalogue import error
@@ -31,23 +32,19 @@ from ..checks import (
     check_int,
     check_length,
     check_length_at_least,
-    check_no_overlap,
     check_non_negative,
-    check_one_device,
     check_padding_slot,
     check_rank,
-    check_writable,
 )
 from ..constants import VERIFY_BLOCKS_PER_MULTIPROCESSOR, VERIFY_ROWS, VERIFY_THREADS
 from ..launch import BACKENDS, Launch, Operation, ceil_div, named_views
 from ..page_tables import PAGE_TABLE_ARGS, PageTableView, index_array_args, page_table_args, view_page_table
 from ..reference.verify import verify as verify_reference
 from ..reference.verify import verify_batch as verify_batch_reference
+from ..types import VerifyPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from ..types import VerifyPlan
 
 _OPTIONS = [
     ("num_buffers", np.int64),
@@ -155,6 +152,8 @@ def launch_canary_verify_kernel(
 
     """
     buffers = view_buffers(context)
+    if not isinstance(plan, VerifyPlan):
+        raise error("kv-canary-must-be-a-plan", name="plan", expected="VerifyPlan", got=type(plan).__name__)
     dtypes = {
         "verify_slot_indices": INT64,
         "verify_expected_tokens": INT64,
@@ -171,7 +170,7 @@ def launch_canary_verify_kernel(
         check_length(name, view.size, 1 if dtypes[name] is INT32 else views["verify_slot_indices"].size)
     check_fits_int32("verify_capacity", views["verify_slot_indices"].size)
     options = _check_options(buffers, check_verify_expected_token, padding_slot, check_holes, chain)
-    _check_memory(buffers, views, outputs=())
+    check_memory(buffers, views, outputs=())
     arguments = {"buffers": buffers, **views, **options}
     BACKENDS[buffers[0].canary_buf.device.type].run(VERIFY, arguments, stream)
 
@@ -261,6 +260,7 @@ def launch_canary_verify_batch_kernel(
             name="req_to_verify_expected_tokens_valid_lens",
         )
     offset = check_int("kv_token_id_vs_position_offset", kv_token_id_vs_position_offset)
+    check_fits_int32("size of kv_token_id_vs_position_offset", abs(offset))
     window = check_int("swa_window_size", swa_window_size)
     check_non_negative("swa_window_size", window)
     capacity = check_int("verify_capacity", verify_capacity)
@@ -268,6 +268,7 @@ def launch_canary_verify_batch_kernel(
     check_fits_int32("verify_capacity", capacity)
     num_requests = views["req_pool_indices"].size if bs is None else check_int("bs", bs)
     check_non_negative("bs", num_requests)
+    check_fits_int32("bs", num_requests)
     for name in ("req_pool_indices", "prefix_lens", "req_to_verify_expected_tokens_valid_lens"):
         if name in views:
             check_length_at_least(name, views[name].size, num_requests)
@@ -279,7 +280,7 @@ def launch_canary_verify_batch_kernel(
         raise error("kv-canary-lut-len-must-be-positive", name="full_to_swa_index_mapping", got=0)
     options = _check_options(buffers, check_verify_expected_token, padding_slot, check_holes, chain)
     memory = views | dict(named_views("page_table", page_table))
-    _check_memory(buffers, memory, outputs=[name for name in ("out_status",) if name in views])
+    check_memory(buffers, memory, outputs=[name for name in ("out_status",) if name in views])
     arguments: dict[str, Any] = {name: views.get(name) for name in named}
     arguments |= {
         "buffers": buffers,
@@ -324,17 +325,6 @@ def _check_options(
     check_chain("chain", chain)
     check_chain_of(buffers, chain)
     return options
-
-
-def _check_memory(buffers: Sequence[CanaryBufferView], views: dict[str, ArrayView], outputs: Sequence[str]) -> None:
-    """All on the buffers' device, and nothing that is written overlaps what is read."""
-    check_one_device({"canary_buf": buffers[0].canary_buf, **views})
-    for name in outputs:
-        check_writable(name, views[name])
-    check_no_overlap(views, outputs)
-    for buffer in buffers:
-        written = {name: getattr(buffer, name) for name in WRITTEN_BY_LAUNCHES}
-        check_no_overlap({**views, **written}, [*outputs, *written])
 
 
 def _options_args(
@@ -429,8 +419,7 @@ def _verify_batch_launches(
         VERIFY_BATCH_ARGS,
     )
     is_plain = (
-        page_table.page_size == 1
-        and page_table.page_indptr is None
+        page_table.holds_slots
         and page_table.req_to_token.dtype == "int32"
         and full_to_swa_index_mapping is None
         and not check_verify_expected_token

@@ -38,7 +38,7 @@ def seq_lens(table: PageTableView, rows: Int64s) -> Int64s:
 
 def slots(table: PageTableView, rows: Int64s, positions: Int64s) -> Int64s:
     """Slots of positions below the rows' seq_lens."""
-    if table.page_size == 1 and table.page_indptr is None:
+    if table.holds_slots:
         return table.req_to_token[rows, positions].astype(np.int64)  # type: ignore[no-any-return]
     page_in_row, offset = np.divmod(positions, table.page_size)
     if table.page_indptr is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cupy_kvcanary.sources import STEMS, joined_source
+from cupy_kvcanary.sources import STEMS, joined_source, read_kernel_file
 from tools.resources import COMPUTE_CAPABILITIES, PAGE, compile_source, nvrtc_version, page, resources_in
 
 if TYPE_CHECKING:
@@ -69,10 +69,11 @@ def without_versions_own(text: str) -> str:
     return re.sub(r"(\| \d+\.\d) \| \d+ \| \d+", r"\1", re.sub(r"NVRTC [\d.]+", "NVRTC", text))
 
 
-def args_of(stem: str) -> tuple[str, np.dtype[Any]]:
-    """Name of a kernel's argument struct and its twin."""
+def args_of(stem: str) -> dict[str, np.dtype[Any]]:
+    """Twins of a stem's argument structs by their names: `VERIFY_BATCH_ARGS` is the twin of `VerifyBatchArgs`."""
+    names = re.findall(r"struct (\w+Args) {", read_kernel_file(f"{stem}.cu"))
     operation = import_module(f"cupy_kvcanary.ops.{stem}")
-    return f"{stem.title().replace('_', '')}Args", getattr(operation, f"{stem.upper()}_ARGS")
+    return {name: getattr(operation, re.sub(r"\B([A-Z])", r"_\1", name).upper()) for name in names}
 
 
 def members(twin: np.dtype[Any], prefix: str = "") -> Iterator[tuple[str, int, int]]:
@@ -104,14 +105,15 @@ def compile_with_twin(stem: str, struct: str, twin: np.dtype[Any]) -> None:
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_argument_struct_equals_its_twin(stem: str) -> None:
-    compile_with_twin(stem, *args_of(stem))
+    for struct, twin in args_of(stem).items():
+        compile_with_twin(stem, struct, twin)
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_twin_that_differs_is_found(stem: str) -> None:
-    struct, twin = args_of(stem)
-    fields = [(name, field) for name, (field, *_) in (twin.fields or {}).items()]
-    with pytest.raises(RuntimeError, match='static assertion failed with "offset of'):
-        compile_with_twin(stem, struct, np.dtype([*fields[1:], fields[0]], align=True))
-    with pytest.raises(RuntimeError, match=f'static assertion failed with "size of {struct}"'):
-        compile_with_twin(stem, struct, np.dtype(fields[:-1], align=True))
+    for struct, twin in args_of(stem).items():
+        fields = [(name, field) for name, (field, *_) in (twin.fields or {}).items()]
+        with pytest.raises(RuntimeError, match='static assertion failed with "offset of'):
+            compile_with_twin(stem, struct, np.dtype([*fields[1:], fields[0]], align=True))
+        with pytest.raises(RuntimeError, match=f'static assertion failed with "size of {struct}"'):
+            compile_with_twin(stem, struct, np.dtype(fields[:-1], align=True))

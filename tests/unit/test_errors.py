@@ -17,6 +17,7 @@ from cupy_kvcanary.catalogue import CATALOGUE, as_markdown, find_entry
 from cupy_kvcanary.checks import check_one_device
 from cupy_kvcanary.compile import import_cupy, kernel_handle
 from cupy_kvcanary.launch import Launch, launch_on_stream
+from tests.helpers.plan_errors import PLAN_ERROR_CALLS
 from tests.helpers.plan_offsets import make_arguments
 from tests.helpers.replay_errors import REPLAY_ERROR_CALLS
 from tests.helpers.write_errors import WRITE_ERROR_CALLS
@@ -239,6 +240,7 @@ OTHER_CALLS: dict[str, Callable[[], object]] = {
     "kv-canary-kernel-must-compile": raises_on_compile,
     "kv-canary-kernel-must-launch": raises_on_launch,
     "kv-canary-slug-must-be-known": lambda: find_entry("no such thing"),
+    **PLAN_ERROR_CALLS,
     **REPLAY_ERROR_CALLS,
     **WRITE_ERROR_CALLS,
 }

@@ -14,7 +14,11 @@ import pytest
 
 import cupy_kvcanary
 from cupy_kvcanary import KvCanaryWarning, installation
+from cupy_kvcanary.ops import canary_plan as canary_plan_op
+from cupy_kvcanary.ops import plan_entries as plan_entries_op
 from cupy_kvcanary.ops import plan_offsets as plan_offsets_op
+from cupy_kvcanary.ops import scatter as scatter_op
+from cupy_kvcanary.ops import verify as verify_op
 from cupy_kvcanary.ops import write as write_op
 from cupy_kvcanary.sources import STEMS, joined_source
 
@@ -24,9 +28,18 @@ PACKAGE = ROOT / "cupy_kvcanary"
 # Layer of each module: imports go down only.
 LAYERS = [
     {"constants", "errors", "catalogue", "installation"},
-    {"arrays", "checks", "page_tables", "reference.page_table", "sources", *(f"reference.{stem}" for stem in STEMS)},
-    {"compile", "launch"},
-    {*(f"ops.{stem}" for stem in STEMS)},
+    {
+        "arrays",
+        "buffers",
+        "checks",
+        "page_tables",
+        "reference.page_table",
+        "reference.records",
+        "sources",
+        *(f"reference.{stem}" for stem in STEMS),
+    },
+    {"compile", "launch", "types"},
+    {"ops.canary_plan", *(f"ops.{stem}" for stem in STEMS)},
     {"doctor", "engine_model", "page_pool", "plan_check", "plots", "replay", "replay_device", "traces"},
     {"__main__", "cli", "replay_command"},
 ]
@@ -140,14 +153,20 @@ def test_version_is_that_of_the_project_file() -> None:
     assert f'\nversion = "{cupy_kvcanary.__version__}"\n' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
-OPERATIONS = {"plan_offsets": plan_offsets_op.OPERATION, "write": write_op.OPERATION}
+OPERATIONS = {
+    "plan_entries": (plan_entries_op.OPERATION, canary_plan_op.OPERATION),
+    "plan_offsets": (plan_offsets_op.OPERATION,),
+    "scatter": (scatter_op.OPERATION,),
+    "verify": (verify_op.VERIFY, verify_op.VERIFY_BATCH),
+    "write": (write_op.OPERATION,),
+}
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_backends_take_the_same_arguments_under_the_same_names(stem: str) -> None:
-    operation = OPERATIONS[stem]
-    reference, launches = (inspect.signature(f).parameters for f in (operation.reference, operation.launches))
-    assert list(reference) == list(launches)
+    for operation in OPERATIONS[stem]:
+        reference, launches = (inspect.signature(f).parameters for f in (operation.reference, operation.launches))
+        assert list(reference) == list(launches)
 
 
 @pytest.mark.parametrize("stem", STEMS)

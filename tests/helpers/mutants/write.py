@@ -52,7 +52,7 @@ twice = one_request([5, 6, 5])
 several = one_request([5, 6, 7])
 
 TOKEN_READ = "const u64 token = static_cast<u64>(args.input_ids[i])"
-RECORD_READ = "const ulonglong2 head = reinterpret_cast<const ulonglong2*>(fields)[0]"
+RECORD_READ = "const ulonglong2 head = halves[0]"
 RECORD_WRITTEN = "reinterpret_cast<ulonglong2*>(fields)[0] = make_ulonglong2"
 OFFSET_READ = "const i64 end = args.write_offsets[r + 1]"
 ENTRY_STORED = "if (stored_lanes >> lane & 1) stored[warp"
@@ -162,7 +162,7 @@ MUTANTS: list[Mutant] = [
             ),
             (reach(several), "lanes behind the request", "if (i >= end)", "if (i > end)", TOKEN_READ),
             (
-                reach(one_request([-1])),
+                reach(one_request([-1], seed=0)),
                 "slot before the buffer",
                 "slot >= 0 && slot <",
                 "slot <",
@@ -191,7 +191,7 @@ MUTANTS: list[Mutant] = [
         [
             (reach(several), "no position check", "assertion != nullptr && ", "", "checks_position = assertion"),
             (
-                reach(several),
+                reach(one_request([5])),
                 "no input check",
                 "if (args.expected_input_tokens != nullptr)",
                 "if (true)",
@@ -213,21 +213,47 @@ MUTANTS: list[Mutant] = [
             (
                 full_warps[:1],
                 "size of stored",
-                "ulonglong2 stored[kWriteThreads]",
-                "ulonglong2 stored[kWriteThreads - 1]",
+                "__shared__ ulonglong2 stored[kWriteThreads]",
+                "__shared__ ulonglong2 stored[kWriteThreads - 1]",
                 ENTRY_STORED,
             ),
             (
+                chunks,
+                "size of warp_runs",
+                "__shared__ WarpRun warp_runs[kScanWarps]",
+                "__shared__ WarpRun warp_runs[kScanWarps - 1]",
+                RUN_STORED,
+            ),
+            (chunks, "warps to read", "if (lane < kScanWarps)", "if (lane <= kScanWarps)", RUN_READ),
+        ],
+    ),
+    *mutants(
+        "bound",
+        "address",
+        "out of bounds for type",
+        [
+            (
                 full_warps[:1],
                 "size of hashes",
-                "hashes[kWriteThreads / kWarpSize][kWarpSize + 1]",
-                "hashes[kWriteThreads / kWarpSize][kWarpSize]",
+                "__shared__ u64 hashes[kWriteThreads / kWarpSize][kWarpSize + 1]",
+                "__shared__ u64 hashes[kWriteThreads / kWarpSize][kWarpSize]",
                 "if (lane == 0) hashes[warp][num_stored]",
             ),
-            (chunks, "size of words", "words[LastEntries::kSize]", "words[LastEntries::kSize - 1]", WORD_CLEARED),
-            (chunks, "size of warp_runs", "warp_runs[kScanWarps]", "warp_runs[kScanWarps - 1]", RUN_STORED),
+            (
+                chunks,
+                "size of words",
+                "__shared__ u64 words[LastEntries::kSize]",
+                "__shared__ u64 words[LastEntries::kSize - 1]",
+                WORD_CLEARED,
+            ),
             (chunks, "words to clear", "p < LastEntries::kSize;", "p <= LastEntries::kSize;", WORD_CLEARED),
-            (chunks, "warps to read", "if (lane < kScanWarps)", "if (lane <= kScanWarps)", RUN_READ),
+        ],
+    ),
+    *mutants(
+        "bound",
+        "address",
+        "global-buffer-overflow",
+        [
             (
                 at_the_end_of_the_table(),
                 "end of the table",
@@ -256,7 +282,13 @@ MUTANTS: list[Mutant] = [
                 "if (true)",
                 RECORD_WRITTEN,
             ),
-            (reach(several, (EXACT,)), "one lane for the hashes", "if (lane == 0) hashes[warp][k]", "hashes[warp][k]", HASH_STORED),
+            (
+                reach(several, (EXACT,)),
+                "one lane for the hashes",
+                "if (lane == 0) hashes[warp][k]",
+                "hashes[warp][k]",
+                HASH_STORED,
+            ),
             (chunks, "one lane for a warp's run", RUN_STORED, RUN_STORED.replace("==", "<="), RUN_STORED),
         ],
     ),
