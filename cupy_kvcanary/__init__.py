@@ -22,6 +22,7 @@ from .ops.verify import launch_canary_verify_batch_kernel, launch_canary_verify_
 from .ops.write import launch_canary_write_kernel
 from .page_tables import BlockTable, PageList
 from .types import VerifyPlan, ViolationLog, WritePlan
+from .warmup import warmup
 
 __all__ = [
     "PLAN_BS_BLOCK_SIZE",
@@ -53,6 +54,7 @@ __all__ = [
     "launch_plan_offsets_kernel",
     "launch_scatter_req_token_ids_kernel",
     "plan_offsets",
+    "warmup",
 ]
 
 warn_of_two_cupy_wheels()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -36,7 +38,7 @@ from .constants import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 Chain = Literal["splitmix64", "affine"]
 CHAINS: tuple[Chain, ...] = get_args(Chain)
@@ -318,7 +320,7 @@ def _view_context(context: VerifyOrWriteContext) -> CanaryBufferView:
 
 def view_buffers(context: VerifyOrWriteContext | Sequence[VerifyOrWriteContext]) -> tuple[CanaryBufferView, ...]:
     """The buffers of one launch: those of one context or of several on one device."""
-    contexts = (context,) if isinstance(context, VerifyOrWriteContext) else tuple(context)
+    contexts = tuple(context) if isinstance(context, Sequence) else (context,)
     for item in contexts:
         if not isinstance(item, VerifyOrWriteContext):
             raise error("kv-canary-must-be-a-context", name="context", got=type(item).__name__)
@@ -350,6 +352,19 @@ def check_memory(buffers: Sequence[CanaryBufferView], views: Mapping[str, ArrayV
 
 # Chain kind of each buffer that was written, by its address; gone with the array that it was written through.
 _chains: dict[tuple[str, int, int], Chain] = {}
+_chains_changes = itertools.count(1)
+_chains_generation = 0
+
+
+def chains_generation() -> int:
+    """A number that is another one after any buffer's chain was remembered or forgotten."""
+    return _chains_generation
+
+
+def _forget(key: tuple[str, int, int]) -> None:
+    global _chains_generation
+    if _chains.pop(key, None) is not None:
+        _chains_generation = next(_chains_changes)
 
 
 def check_chain(name: str, chain: Any) -> None:
@@ -370,16 +385,18 @@ def check_chain_of(buffers: Sequence[CanaryBufferView], chain: Chain) -> None:
 
 def remember_chain(buffers: Sequence[CanaryBufferView], chain: Chain) -> None:
     """The buffers now hold records of this chain."""
+    global _chains_generation
     for buffer in buffers:
         key = _chain_key(buffer.canary_buf)
         if key not in _chains:
             _chains[key] = chain
-            weakref.finalize(buffer.canary_buf.owner, _chains.pop, key, None)
+            _chains_generation = next(_chains_changes)
+            weakref.finalize(buffer.canary_buf.owner, _forget, key)
 
 
 def forget_chain(canary_buf: Any) -> None:
     """Let a buffer be written with another kind of chain, after its records were cleared."""
-    _chains.pop(_chain_key(view_array("canary_buf", canary_buf)), None)
+    _forget(_chain_key(view_array("canary_buf", canary_buf)))
 
 
 def _chain_key(view: ArrayView) -> tuple[str, int, int]:

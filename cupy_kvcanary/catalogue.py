@@ -182,7 +182,7 @@ _ENTRIES = (
     CatalogueEntry(
         slug="kv-canary-must-be-a-plan",
         message="{name} must be a {expected} of this package, got {got}",
-        trigger="Something else stands where the combined plan launcher writes a plan.",
+        trigger="Something else stands where a launcher takes a plan.",
         cause="The two plans were exchanged, or a plan type of another program is used.",
         fix="build a VerifyPlan and a WritePlan around the arrays, or call their allocate()",
         prevention="Build both plans once, when the pool is allocated.",
@@ -367,6 +367,15 @@ _ENTRIES = (
         cause="A driver older than the NVRTC that is installed, two CuPy wheels, or a read-only kernel cache.",
         fix="run kvcanary doctor; it shows driver, NVRTC and cache folder (CUPY_CACHE_DIR moves the cache)",
         prevention="Match the CuPy wheel to the driver: cuda12x for CUDA 12, cuda13x for CUDA 13.",
+        is_runtime_error=True,
+    ),
+    CatalogueEntry(
+        slug="kv-canary-must-be-warmed-up",
+        message="kernel {name} must be loaded before a graph is captured, got {got}",
+        trigger="The first launch of a kernel on a device happens inside a CUDA graph capture.",
+        cause="The engine captures its graphs before it ever ran a step.",
+        fix="call cupy_kvcanary.warmup() before the capture: it compiles and loads every kernel for a device",
+        prevention="Warm up once for each device when the engine starts.",
         is_runtime_error=True,
     ),
     CatalogueEntry(

@@ -65,6 +65,15 @@ def check_fits_int32(name: str, value: int) -> None:
         raise error("kv-canary-must-be-at-most", name=name, most=INT32_MAX, got=value)
 
 
+def check_window(name: str, value: Any) -> int:
+    """Tokens of a sliding window, 0 for none, as the kernels take it."""
+    window = check_int(name, value)
+    check_non_negative(name, window)
+    if window >= 2**63:
+        raise error("kv-canary-must-be-at-most", name=name, most=2**63 - 1, got=window)
+    return window
+
+
 def check_contiguous(name: str, view: ArrayView) -> None:
     """Elements one after another in C order."""
     if not view.is_contiguous:

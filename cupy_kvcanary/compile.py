@@ -26,6 +26,11 @@ def import_cupy() -> ModuleType:
     return cupy  # type: ignore[no-any-return]
 
 
+def is_loaded(stem: str, entry: str, device_index: int) -> bool:
+    """Whether `kernel_handle` has the kernel at hand."""
+    return (stem, entry, device_index) in _kernels
+
+
 def kernel_handle(stem: str, entry: str, device_index: int) -> int:
     """The driver's handle of a kernel, compiled and loaded on first use. The device must be current."""
     key = (stem, entry, device_index)

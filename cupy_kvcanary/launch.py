@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .arrays import ArrayView, callers_stream, stream_handle
+from .arrays import ArrayView, is_torch, stream_handle, torchs_stream
 from .catalogue import error
 from .checks import check_no_overlap, check_one_device, check_writable
-from .compile import import_cupy, kernel_handle
+from .compile import import_cupy, is_loaded, kernel_handle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -73,6 +74,26 @@ def with_numpy(value: Any) -> Any:
     return value
 
 
+class Call(NamedTuple):
+    """An operation with arguments that were checked."""
+
+    operation: Operation
+    arguments: Mapping[str, Any]
+    """Array views, structures of them, None and numbers by the launcher's keyword names."""
+    stream: Any
+    """As the caller gave it."""
+
+    @property
+    def named_views(self) -> list[tuple[str, ArrayView]]:
+        """Every array, by argument or field name."""
+        return all_views(self.arguments)
+
+    @property
+    def views(self) -> list[ArrayView]:
+        """Every array."""
+        return [view for _, view in self.named_views]
+
+
 def ceil_div(dividend: int, divisor: int) -> int:
     """Quotient rounded up: blocks needed for so many elements."""
     return -(-dividend // divisor)
@@ -83,6 +104,9 @@ class Backend(Protocol):
 
     def run(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
         """Run in place; `arguments` has array views, None and ints by the launcher's keyword names."""
+
+    def bind(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> Callable[[], None]:
+        """A function that does what `run` does, as often as it is called."""
 
     def allocate_zeros(self, shape: Any, dtype: str, device: Device, stream: Any) -> Any:
         """A new array for results that are computed on `stream`."""
@@ -103,6 +127,10 @@ class NumpyBackend:
             raise error("kv-canary-stream-must-be-none-for-cpu-arrays", name="stream", got=type(stream).__name__)
         operation.reference(**{name: with_numpy(value) for name, value in arguments.items()})
 
+    def bind(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> Callable[[], None]:
+        """See `Backend.bind`."""
+        return functools.partial(self.run, operation, arguments, stream)
+
     def allocate_zeros(self, shape: Any, dtype: str, device: Device, stream: Any) -> Any:
         """See `Backend.allocate_zeros`."""
         return np.zeros(shape, dtype)
@@ -115,21 +143,110 @@ class NumpyBackend:
         """Nothing to do: the results are there when `run` returns."""
 
 
+class PreparedLaunch:
+    """A kernel with its arguments, as the driver takes them."""
+
+    def __init__(self, launch: Launch, kernel: int) -> None:
+        self.entry = launch.entry
+        self.kernel = kernel
+        self.grid = launch.grid
+        self.block = launch.block
+        self.args = launch.args
+        """The parameter struct; the driver copies it at each launch."""
+        self.words = (ctypes.c_uint64 * (launch.args.nbytes // 8)).from_buffer(launch.args.data)
+        """The same memory, as numbers of 8 bytes."""
+        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.words))
+
+    def pointer_words(self) -> list[int]:
+        """Which words of the struct are pointers."""
+        return [offset // 8 for offset in _pointer_offsets(self.args.dtype)]
+
+    def launch(self, driver: Any, stream: int) -> None:
+        """Launch on a stream, by its driver handle."""
+        try:
+            driver.launchKernel(
+                self.kernel, self.grid, 1, 1, self.block, 1, 1, 0, stream, ctypes.addressof(self.parameters), 0
+            )
+        except driver.CUDADriverError as reason:
+            raise error("kv-canary-kernel-must-launch", name=self.entry, got=str(reason)) from reason
+
+
+def _pointer_offsets(dtype: np.dtype[Any], start: int = 0) -> list[int]:
+    if dtype.fields is None:
+        return [start] if dtype == np.uint64 else []
+    return [found for field, offset, *_ in dtype.fields.values() for found in _pointer_offsets(field, start + offset)]
+
+
+class PreparedLaunches:
+    """The launches of an operation on one device, to be made any number of times."""
+
+    def __init__(self, cupy: Any, launches: list[PreparedLaunch], views: list[ArrayView]) -> None:
+        self._cupy = cupy
+        self.launches = launches
+        self._device = views[0].device.index
+        self._is_torch = any(is_torch(view.owner) for view in views)
+        self.is_mixed = self._is_torch and not all(is_torch(view.owner) for view in views)
+        """torch's arrays among others: with two libraries there may be two current streams."""
+
+    def launch(self, stream: Any) -> None:
+        """Launch all on `stream`, None for the current stream of the arrays' library."""
+        cuda = self._cupy.cuda
+        if cuda.runtime.getDevice() != self._device:
+            with cuda.Device(self._device):
+                self._launch_here(stream)
+        else:
+            self._launch_here(stream)
+
+    def _launch_here(self, stream: Any) -> None:
+        cuda = self._cupy.cuda
+        handle = self.handle(stream)
+        other = int(cuda.get_current_stream().ptr) if self.is_mixed and stream is None else handle
+        if other != handle:
+            _wait_for(self._cupy, waiting=handle, waited_for=other)
+        for launch in self.launches:
+            launch.launch(cuda.driver, handle)
+        if other != handle:
+            _wait_for(self._cupy, waiting=other, waited_for=handle)
+
+    def handle(self, stream: Any) -> int:
+        """Handle of the stream to launch on. The arrays' device is current."""
+        if stream is not None:
+            return stream_handle(stream)
+        if self._is_torch:
+            return torchs_stream(self._device)
+        return int(self._cupy.cuda.get_current_stream().ptr)
+
+
+def _wait_for(cupy: Any, *, waiting: int, waited_for: int) -> None:
+    _as_cupy_stream(cupy, waiting).wait_event(_as_cupy_stream(cupy, waited_for).record())
+
+
 class CudaBackend:
     """Arrays in CUDA memory, computed by the kernels on the caller's stream."""
 
     def run(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
         """See `Backend.run`."""
+        self.prepare(operation, arguments, stream).launch(stream)
+
+    def bind(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> Callable[[], None]:
+        """See `Backend.bind`."""
+        return functools.partial(self.prepare(operation, arguments, stream).launch, stream)
+
+    def prepare(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> PreparedLaunches:
+        """Every kernel is at hand before the first is launched: outputs stay untouched if one does not compile."""
         cupy = import_cupy()
         views = [view for _, view in all_views(arguments)]
-        device = views[0].device
-        with cupy.cuda.Device(device.index):
-            handle = self._handle(cupy, views, stream)
-            # Every kernel is at hand before the first is launched: outputs stay untouched if one does not compile.
+        device = views[0].device.index
+        with cupy.cuda.Device(device):
             launches = operation.launches(**arguments)
-            kernels = [kernel_handle(launch.stem, launch.entry, device.index) for launch in launches]
-            for launch, kernel in zip(launches, kernels, strict=True):
-                launch_on_stream(cupy.cuda.driver, launch, kernel, handle)
+            prepared = PreparedLaunches(cupy, [], views)
+            missing = [launch.entry for launch in launches if not is_loaded(launch.stem, launch.entry, device)]
+            if missing and cupy.cuda.runtime.streamIsCapturing(prepared.handle(stream)):
+                raise error("kv-canary-must-be-warmed-up", name=missing[0], got="a first call inside a graph capture")
+            prepared.launches = [
+                PreparedLaunch(launch, kernel_handle(launch.stem, launch.entry, device)) for launch in launches
+            ]
+        return prepared
 
     def allocate_zeros(self, shape: Any, dtype: str, device: Device, stream: Any) -> Any:
         """See `Backend.allocate_zeros`."""
@@ -148,16 +265,17 @@ class CudaBackend:
         """CuPy's current stream waits for the launch, where that was on another stream."""
         cupy = import_cupy()
         with cupy.cuda.Device(device.index):
-            current, handle = cupy.cuda.get_current_stream(), self._handle(cupy, [], stream)
-            if handle != current.ptr:
-                current.wait_event(_as_cupy_stream(cupy, handle).record())
+            current, handle = cupy.cuda.get_current_stream().ptr, self._handle(cupy, [], stream)
+            if handle != current:
+                _wait_for(cupy, waiting=current, waited_for=handle)
 
     def _handle(self, cupy: Any, views: list[ArrayView], stream: Any) -> int:
         """Handle of the stream to launch on. The arrays' device is current."""
         if stream is not None:
             return stream_handle(stream)
-        handle = callers_stream(views)
-        return int(cupy.cuda.get_current_stream().ptr) if handle is None else handle
+        if any(is_torch(view.owner) for view in views):
+            return torchs_stream(views[0].device.index)
+        return int(cupy.cuda.get_current_stream().ptr)
 
 
 def _as_cupy_stream(cupy: Any, handle: int) -> Any:
@@ -172,26 +290,21 @@ class _RawStream:
         return 0, self.handle
 
 
-def launch_on_stream(driver: Any, launch: Launch, kernel: int, stream: int) -> None:
-    """Launch a compiled kernel on a stream, by their driver handles."""
-    # The driver copies the parameters before it returns, so the array of pointers may be temporary.
-    parameters = (ctypes.c_void_p * 1)(launch.args.ctypes.data)
-    try:
-        driver.launchKernel(kernel, launch.grid, 1, 1, launch.block, 1, 1, 0, stream, ctypes.addressof(parameters), 0)
-    except driver.CUDADriverError as reason:
-        raise error("kv-canary-kernel-must-launch", name=launch.entry, got=str(reason)) from reason
-
-
 BACKENDS: dict[str, Backend] = {"cpu": NumpyBackend(), "cuda": CudaBackend()}
 """By device type of the arrays."""
 
 
-def check_memory_and_run(operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
-    """Run where the arrays are: all on one device, outputs writable and apart from every other array."""
+def checked_call(operation: Operation, arguments: Mapping[str, Any], stream: Any) -> Call:
+    """The call, after the checks of memory: all on one device, outputs writable and apart from every other array."""
     views = dict(all_views(arguments))
     outputs = [name for name in views if name in operation.outputs]
     check_one_device(views)
     for name in outputs:
         check_writable(name, views[name])
     check_no_overlap(views, outputs)
-    BACKENDS[next(iter(views.values())).device.type].run(operation, arguments, stream)
+    return Call(operation, arguments, stream)
+
+
+def run(call: Call) -> None:
+    """Run a call where its arrays are."""
+    BACKENDS[call.views[0].device.type].run(*call)

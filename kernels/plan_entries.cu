@@ -10,7 +10,7 @@ struct PlanEntriesArgs {
   IndexArray full_to_swa_index_mapping;
   const i64* verify_offsets_scratch;
   const int* verify_enable;
-  const int* req_to_verify_expected_tokens;  // null: there are none
+  const int* req_to_verify_expected_tokens;
   const i64* req_to_verify_expected_tokens_valid_lens;
   i64* out_verify_slot_indices;
   i64* out_verify_expected_tokens;
@@ -23,7 +23,7 @@ struct PlanEntriesArgs {
   i64 swa_window_size;
   i64 verify_capacity;  // below 2^31
   i64 kv_token_id_vs_position_offset;
-  i64 num_expected_rows;
+  i64 num_expected_rows;  // 0: there are no expected tokens
   i64 max_context_len;
   i64 expected_stride0;
   i64 write_offsets_len;
@@ -46,10 +46,10 @@ __device__ __forceinline__ int request_of(const PlanEntriesArgs& args, const i64
 
 // Of a position in an active row; -1 is any token.
 __device__ __forceinline__ i64 expected_token(const PlanEntriesArgs& args, int r, i64 row, i64 position) {
-  if (args.req_to_verify_expected_tokens == nullptr || row >= args.num_expected_rows) return -1;
-  const i64 num_tokens = clamp(args.req_to_verify_expected_tokens_valid_lens[r], 0, args.max_context_len);
+  if (row >= args.num_expected_rows) return -1;
   const i64 index = position + args.kv_token_id_vs_position_offset;
-  if (index < 0 || index >= num_tokens) return -1;
+  const i64 valid_len = args.req_to_verify_expected_tokens_valid_lens[r];
+  if (index < 0 || index >= valid_len || index >= args.max_context_len) return -1;
   return __ldg(args.req_to_verify_expected_tokens + row * args.expected_stride0 + index);
 }
 

@@ -9,7 +9,8 @@ from ..arrays import view_arrays
 from ..catalogue import error
 from ..checks import check_int
 from ..constants import PLAN_BS_BLOCK_SIZE
-from ..launch import BACKENDS, Launch, Operation, check_memory_and_run
+from ..launch import BACKENDS, Call, Launch, Operation, checked_call
+from ..launcher import Launcher
 from ..page_tables import take_paged_table
 from ..types import VerifyPlan, WritePlan
 from . import plan_entries, plan_offsets
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..arrays import ArrayView
 
 
+@Launcher
 def launch_canary_plan_kernels(
     *,
     verify_plan_out: VerifyPlan,
@@ -37,7 +39,7 @@ def launch_canary_plan_kernels(
     verify_offsets_scratch: Any | None = None,
     out_status: Any | None = None,
     stream: Any | None = None,
-) -> None:
+) -> Call:
     """Plan what a step verifies and writes, in place: `launch_plan_offsets_kernel`, then `launch_plan_entries_kernel`.
 
     The rules and the arguments are those of the two. Outputs have the names that they have there: the write plan's
@@ -47,8 +49,8 @@ def launch_canary_plan_kernels(
     ----------
     verify_plan_out : VerifyPlan, written in place: verify_num_valid, enable, and entries below verify_num_valid where
         enable is 1; the rest untouched.
-    write_plan_out : WritePlan, written in place: write_num_valid_reqs, seeds [0..bs-1], offsets [0..bs] and zeros behind
-        them; the rest untouched.
+    write_plan_out : WritePlan, written in place: write_num_valid_reqs, seeds [0..bs-1], offsets [0..bs] and zeros
+        behind them; the rest untouched.
     verify_capacity : length of the verify plan.
     verify_offsets_scratch : int64[>= min(bs_block_size, write_req_capacity) + 1], device, [0..bs] written. None for one
         that is allocated at the first call with this write plan, and lives as long as the plan.
@@ -129,7 +131,7 @@ def launch_canary_plan_kernels(
     )
     for name in _ENTRIES_NAME_OF.values():
         del arguments[name]
-    check_memory_and_run(OPERATION, arguments, stream)
+    return checked_call(OPERATION, arguments, stream)
 
 
 _SCRATCH = "_verify_offsets_scratch"

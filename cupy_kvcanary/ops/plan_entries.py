@@ -21,9 +21,11 @@ from ..checks import (
     check_non_negative,
     check_positive,
     check_rank,
+    check_window,
 )
 from ..constants import PLAN_ENTRIES_THREADS
-from ..launch import Launch, Operation, ceil_div, check_memory_and_run
+from ..launch import Call, Launch, Operation, ceil_div, checked_call
+from ..launcher import Launcher
 from ..page_tables import (
     PAGE_TABLE_ARGS,
     PageTableView,
@@ -71,6 +73,7 @@ PLAN_ENTRIES_ARGS = np.dtype(
 _MAX_BLOCKS = 8 * 132
 
 
+@Launcher
 def launch_plan_entries_kernel(
     *,
     req_pool_indices: Any,
@@ -90,8 +93,8 @@ def launch_plan_entries_kernel(
     bs: int | None = None,
     out_status: Any | None = None,
     stream: Any | None = None,
-) -> None:
-    """Plan the entries to verify, in place, from the offsets of `launch_plan_offsets_kernel` (kernel `kvc_plan_entries`).
+) -> Call:
+    """Plan the entries to verify, in place, from `launch_plan_offsets_kernel`'s offsets (kernel `kvc_plan_entries`).
 
     For each entry t below the total of the offsets, with r the request that it belongs to and row =
     req_pool_indices[r], prefix and window start as in the offsets plan::
@@ -160,7 +163,7 @@ def launch_plan_entries_kernel(
         kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
         swa_window_size=swa_window_size,
     )
-    check_memory_and_run(OPERATION, arguments | {"out_write_offsets": None}, stream)
+    return checked_call(OPERATION, arguments | {"out_write_offsets": None}, stream)
 
 
 OPTIONAL_ARRAYS = (
@@ -199,8 +202,7 @@ def check_arguments(
     bs = check_int("bs", bs) if bs_is_given else views["req_pool_indices"].size
     check_non_negative("bs", bs)
     check_fits_int32("bs", bs)
-    swa_window_size = check_int("swa_window_size", swa_window_size)
-    check_non_negative("swa_window_size", swa_window_size)
+    swa_window_size = check_window("swa_window_size", swa_window_size)
     offset = check_int("kv_token_id_vs_position_offset", kv_token_id_vs_position_offset)
     check_fits_int32("size of kv_token_id_vs_position_offset", abs(offset))
     for name in ("req_pool_indices", "prefix_lens", "req_to_verify_expected_tokens_valid_lens"):

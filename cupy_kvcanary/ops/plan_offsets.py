@@ -23,6 +23,7 @@ from ..checks import (
     check_non_negative,
     check_positive,
     check_rank,
+    check_window,
 )
 from ..constants import (
     INT32_MAX,
@@ -33,7 +34,8 @@ from ..constants import (
     PLAN_OFFSETS_TILE_THREADS,
     StatusBit,
 )
-from ..launch import BACKENDS, Launch, Operation, ceil_div, check_memory_and_run
+from ..launch import BACKENDS, Call, Launch, Operation, ceil_div, checked_call, run
+from ..launcher import Launcher
 from ..page_tables import (
     PAGE_TABLE_ARGS,
     PageTableView,
@@ -151,6 +153,7 @@ class OffsetsPlan:
         )
 
 
+@Launcher
 def launch_plan_offsets_kernel(
     *,
     req_pool_indices: Any,
@@ -170,7 +173,7 @@ def launch_plan_offsets_kernel(
     bs_block_size: int = PLAN_BS_BLOCK_SIZE,
     out_status: Any | None = None,
     stream: Any | None = None,
-) -> None:
+) -> Call:
     """Plan where each request's verify and write entries start, in place (kernel `kvc_plan_offsets`).
 
     For each request r of a batch, with row = req_pool_indices[r], p = min(prefix_lens[r], max_seq_len)::
@@ -237,7 +240,7 @@ def launch_plan_offsets_kernel(
         swa_window_size=swa_window_size,
         verify_capacity=verify_capacity,
     )
-    check_memory_and_run(OPERATION, arguments, stream)
+    return checked_call(OPERATION, arguments, stream)
 
 
 def plan_offsets(
@@ -333,7 +336,7 @@ def plan_offsets(
         swa_window_size=swa_window_size,
         verify_capacity=INT32_MAX if verify_capacity is None else verify_capacity,
     )
-    check_memory_and_run(OPERATION, arguments, stream)
+    run(checked_call(OPERATION, arguments, stream))
     backend.hand_over(device, stream)
     return plan
 
@@ -393,7 +396,7 @@ def check_arguments(
         check_positive("req_to_token_stride0", views["req_to_token"].row_stride)
     if mapping is not None and mapping.size == 0:
         raise error("kv-canary-lut-len-must-be-positive", name="full_to_swa_index_mapping", got=0)
-    check_non_negative("swa_window_size", swa_window_size)
+    check_window("swa_window_size", swa_window_size)
     for name in ("req_pool_indices", "prefix_lens", "extend_seq_lens"):
         if bs_is_given:
             check_length_at_least(name, views[name].size, bs)

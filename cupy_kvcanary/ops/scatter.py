@@ -19,7 +19,8 @@ from ..checks import (
     check_rank,
 )
 from ..constants import SCATTER_THREADS
-from ..launch import Launch, Operation, ceil_div, check_memory_and_run
+from ..launch import Call, Launch, Operation, ceil_div, checked_call
+from ..launcher import Launcher
 from ..reference.scatter import scatter as reference
 
 SCATTER_ARGS = np.dtype(
@@ -43,6 +44,7 @@ SCATTER_ARGS = np.dtype(
 _ENOUGH_BLOCKS = 8 * 132
 
 
+@Launcher
 def launch_scatter_req_token_ids_kernel(
     *,
     flat_in: Any,
@@ -51,7 +53,7 @@ def launch_scatter_req_token_ids_kernel(
     pool_out: Any,
     out_status: Any | None = None,
     stream: Any | None = None,
-) -> None:
+) -> Call:
     """Copy each request's tokens to the start of its row of the pool, in place (kernel `kvc_scatter`).
 
     For each request r of a batch, as far as the row and the tokens exist::
@@ -102,7 +104,7 @@ def launch_scatter_req_token_ids_kernel(
     check_positive("pool_out_stride0", views["pool_out"].row_stride)
     if "out_status" in views:
         check_length("out_status", views["out_status"].size, 1)
-    check_memory_and_run(OPERATION, {**views, "out_status": views.get("out_status")}, stream)
+    return checked_call(OPERATION, {**views, "out_status": views.get("out_status")}, stream)
 
 
 def _launches(

@@ -37,7 +37,8 @@ from ..checks import (
     check_rank,
 )
 from ..constants import VERIFY_BLOCKS_PER_MULTIPROCESSOR, VERIFY_ROWS, VERIFY_THREADS
-from ..launch import BACKENDS, Launch, Operation, ceil_div, named_views
+from ..launch import Call, Launch, Operation, ceil_div, named_views
+from ..launcher import Launcher
 from ..page_tables import PAGE_TABLE_ARGS, PageTableView, index_array_args, page_table_args, view_page_table
 from ..reference.verify import verify as verify_reference
 from ..reference.verify import verify_batch as verify_batch_reference
@@ -104,6 +105,7 @@ VERIFY_BATCH_ARGS = np.dtype(
 _MAX_BLOCKS = 132 * VERIFY_BLOCKS_PER_MULTIPROCESSOR
 
 
+@Launcher
 def launch_canary_verify_kernel(
     *,
     context: VerifyOrWriteContext | Sequence[VerifyOrWriteContext],
@@ -113,7 +115,7 @@ def launch_canary_verify_kernel(
     check_holes: bool = False,
     chain: Chain = "splitmix64",
     stream: Any | None = None,
-) -> None:
+) -> Call:
     """Check the records of a plan's entries in each context's buffer; all buffers in one launch (`kvc_verify`).
 
     For each entry t < min(verify_num_valid, verify_capacity), where enable is not 0, with the record of its slot::
@@ -172,9 +174,10 @@ def launch_canary_verify_kernel(
     options = _check_options(buffers, check_verify_expected_token, padding_slot, check_holes, chain)
     check_memory(buffers, views, outputs=())
     arguments = {"buffers": buffers, **views, **options}
-    BACKENDS[buffers[0].canary_buf.device.type].run(VERIFY, arguments, stream)
+    return Call(VERIFY, arguments, stream)
 
 
+@Launcher
 def launch_canary_verify_batch_kernel(
     *,
     context: VerifyOrWriteContext | Sequence[VerifyOrWriteContext],
@@ -197,7 +200,7 @@ def launch_canary_verify_batch_kernel(
     chain: Chain = "splitmix64",
     out_status: Any | None = None,
     stream: Any | None = None,
-) -> None:
+) -> Call:
     """Check a batch straight from its page table, without materialised entries (`kvc_verify_batch`).
 
     Violations and counters are those of plan entries followed by `launch_canary_verify_kernel`.
@@ -291,7 +294,7 @@ def launch_canary_verify_batch_kernel(
         "bs": num_requests,
         **options,
     }
-    BACKENDS[buffers[0].canary_buf.device.type].run(VERIFY_BATCH, arguments, stream)
+    return Call(VERIFY_BATCH, arguments, stream)
 
 
 _BATCH_OPTIONAL = (

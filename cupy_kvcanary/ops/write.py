@@ -33,7 +33,8 @@ from ..checks import (
     check_rank,
 )
 from ..constants import MAX_BUFFERS, WRITE_SCAN_THREADS, WRITE_THREADS
-from ..launch import BACKENDS, Launch, Operation, ceil_div
+from ..launch import Call, Launch, Operation, ceil_div
+from ..launcher import Launcher
 from ..reference.write import write as reference
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ WRITE_ARGS = np.dtype(
 """Twin of `WriteArgs` in kernels/write.cu."""
 
 
+@Launcher
 def launch_canary_write_kernel(
     *,
     context: VerifyOrWriteContext | Sequence[VerifyOrWriteContext],
@@ -77,7 +79,7 @@ def launch_canary_write_kernel(
     chain: Chain = "splitmix64",
     out_status: Any | None = None,
     stream: Any | None = None,
-) -> None:
+) -> Call:
     """Stamp the records of a step's tokens in each context's buffer; all buffers in one launch (`kvc_write`).
 
     For each request r < write_num_valid_reqs::
@@ -155,7 +157,7 @@ def launch_canary_write_kernel(
     check_memory(buffers, views, ["out_status"] if out_status is not None else [])
     arguments: dict[str, Any] = dict.fromkeys((*expected, "out_status"))
     arguments |= {"buffers": buffers, **views, "padding_slot": slot, "chain": chain}
-    BACKENDS[buffers[0].canary_buf.device.type].run(OPERATION, arguments, stream)
+    return Call(OPERATION, arguments, stream)
     remember_chain(buffers, chain)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_kvcanary import BlockTable, KvCanaryError, PageList, StatusBit, launch_canary_plan_kernels, plan_offsets
-from tests.helpers.backends import ArrayBackend
 from tests.helpers.golden import FILL
 from tests.helpers.launching import arrays_of, assert_as_numpy, launch_in_place, map_arrays
 from tests.helpers.plan_entries import make_plan_arguments
 
-# Pages of each request row: two holes, a negative page, a row without pages, and page 0.
+if TYPE_CHECKING:
+    from tests.helpers.backends import ArrayBackend
+
+# Pages of each request row: three pages, one, none, four with page 0 and page 9 among them, two with a hole.
 PAGES = [[3, 7, 1], [5], [], [2, 0, 9, 4], [6, -1]]
 LAST_PAGE_LENS = [1, 3, 0, 2, 3]
 PAGE_SIZES = [1, 3, 16]
@@ -31,7 +33,7 @@ def block_table(page_size: int, null_page: int | None, dtype: Any, pages: list[l
 def page_list(page_size: int, null_page: int | None, dtype: Any, pages: list[list[int]] = PAGES) -> PageList:
     return PageList(
         indptr=np.cumsum([0, *map(len, pages)]).astype(dtype),
-        indices=np.array(sum(pages, []), dtype),
+        indices=np.array([page for row in pages for page in row], dtype),
         last_page_len=np.minimum(LAST_PAGE_LENS, page_size).astype(dtype),
         page_size=page_size,
         null_page=null_page,
@@ -101,15 +103,12 @@ def test_pages_are_planned_as_the_slots_that_they_stand_for(
 def test_rows_of_a_block_table_may_be_strided(backend: ArrayBackend) -> None:
     wide = np.full((10, 12), 7_000_000, np.int32)
     wide[::2, 3:7] = block_table(3, 0, np.int32).block_table
-    arguments = map_arrays(make_plan_arguments([3, 0], [10, 7], [1, 1], TableOfOne), backend.array)
+    arguments = map_arrays(make_plan_arguments([3, 0], [10, 7], [1, 1], [[0]]), backend.array)
     arguments["req_to_token"] = BlockTable(block_table=backend.array(wide)[::2, 3:7], page_size=3)
     launch_canary_plan_kernels(**arguments)
     slot_table = as_slots(PAGES, 3, 0)
     slots = backend.to_numpy(arguments["verify_plan_out"].verify_slot_indices)
     assert slots[:18].tolist() == [*slot_table[4, :10], *slot_table[1, :7], FILL]
-
-
-TableOfOne = np.zeros((1, 1), np.int32)
 
 
 @pytest.mark.parametrize("form", [block_table, page_list])

@@ -16,7 +16,7 @@ from cupy_kvcanary.arrays import Device, view_array
 from cupy_kvcanary.catalogue import CATALOGUE, as_markdown, find_entry
 from cupy_kvcanary.checks import check_one_device
 from cupy_kvcanary.compile import import_cupy, kernel_handle
-from cupy_kvcanary.launch import Launch, launch_on_stream
+from cupy_kvcanary.launch import Launch, PreparedLaunch
 from tests.helpers.plan_errors import PLAN_ERROR_CALLS
 from tests.helpers.plan_offsets import make_arguments
 from tests.helpers.replay_errors import REPLAY_ERROR_CALLS
@@ -77,6 +77,7 @@ STRICT: list[tuple[str, dict[str, Any]]] = [
     ("req_to_token_stride0 must be positive, got 0", {"req_to_token": np.zeros((6, 0), np.int32)}),
     ("lut_len must be positive when has_swa_lut is True", {"full_to_swa_index_mapping": np.zeros(0, np.int64)}),
     ("swa_window_size must be non-negative, got -1", {"swa_window_size": -1}),
+    ("swa_window_size must be at most 9223372036854775807, got 9223372036854775808", {"swa_window_size": 2**63}),
     ("prefix_lens length must be 2, got 3", {"prefix_lens": np.zeros(3, np.int64)}),
     ("extend_seq_lens length must be >= 2, got 1", {"extend_seq_lens": np.zeros(1, np.int64), "bs": 2}),
     ("out_verify_num_valid length must be 1, got 2", {"out_verify_num_valid": np.zeros(2, np.int32)}),
@@ -211,7 +212,8 @@ class FakeDriver:
 
 
 def raises_on_launch() -> None:
-    launch_on_stream(FakeDriver(), Launch("plan_offsets", "kvc_plan_offsets", 1, 32, np.zeros((), "u8")), 0, 0)
+    launch = Launch("plan_offsets", "kvc_plan_offsets", 1, 32, np.zeros((), [("field", "u8")]))
+    PreparedLaunch(launch, kernel=0).launch(FakeDriver(), stream=0)
 
 
 def raises_on_compile() -> None:

@@ -98,6 +98,7 @@ ENTRIES: list[tuple[str, dict[str, Any]]] = [
     ("req_pool_indices length must be >= 3, got 2", {"bs": 3}),
     ("swa_window_size must be an int, got None", {"swa_window_size": None}),
     ("swa_window_size must be non-negative, got -1", {"swa_window_size": -1}),
+    ("swa_window_size must be at most 9223372036854775807, got 9223372036854775808", {"swa_window_size": 2**63}),
     ("kv_token_id_vs_position_offset must be an int, got True", {"kv_token_id_vs_position_offset": True}),
     (
         "size of kv_token_id_vs_position_offset must be at most 2147483647, got 2147483648",

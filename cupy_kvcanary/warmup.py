@@ -1,0 +1,46 @@
+"""Compile and load every kernel ahead of time."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from .arrays import as_device
+from .compile import import_cupy, kernel_handle
+from .sources import STEMS, joined_source
+
+_log = logging.getLogger(__name__)
+_ENTRY = re.compile(r'extern "C" __global__ void[^{;]*?\b(kvc_\w+)\(')
+
+
+def entries(stem: str) -> list[str]:
+    """The kernels of a stem, in the order of its source."""
+    return _ENTRY.findall(joined_source(stem))
+
+
+def warmup(device: Any = "cuda") -> None:
+    """Compile and load every kernel for a device: afterwards no launcher compiles, and all may be captured.
+
+    Takes a few seconds on a machine that never ran this version, and milliseconds where CuPy's disk cache has the
+    kernels. Progress goes to the logger `cupy_kvcanary.warmup`, at level INFO. On a CPU there is nothing to do.
+
+    Parameters
+    ----------
+    device : `cuda`, `cuda:1`, or a torch or CuPy device.
+
+    Raises
+    ------
+    KvCanaryRuntimeError
+        CuPy or the device is missing, or a kernel does not compile; slugs in docs/errors.md.
+
+    """
+    place = as_device(device)
+    if place.type == "cpu":
+        return
+    cupy = import_cupy()
+    kernels = [(stem, entry) for stem in STEMS for entry in entries(stem)]
+    with cupy.cuda.Device(place.index):
+        for done, (stem, entry) in enumerate(kernels, start=1):
+            kernel_handle(stem, entry, place.index)
+            _log.info("%s: %d of %d kernels loaded (%s)", place, done, len(kernels), entry)
