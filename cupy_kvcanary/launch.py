@@ -146,29 +146,27 @@ class NumpyBackend:
 class PreparedLaunch:
     """A kernel with its arguments, as the driver takes them."""
 
-    def __init__(self, launch: Launch, kernel: int) -> None:
-        self.entry = launch.entry
-        self.kernel = kernel
-        self.grid = launch.grid
-        self.block = launch.block
+    def __init__(self, driver: Any, launch: Launch, kernel: int) -> None:
         self.args = launch.args
         """The parameter struct; the driver copies it at each launch."""
         self.words = (ctypes.c_uint64 * (launch.args.nbytes // 8)).from_buffer(launch.args.data)
         """The same memory, as numbers of 8 bytes."""
-        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.words))
+        self._entry = launch.entry
+        self._driver = driver
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.words))
+        self._before_stream = (kernel, launch.grid, 1, 1, launch.block, 1, 1, 0)
+        self._behind_stream = (ctypes.addressof(self._parameters), 0)
 
     def pointer_words(self) -> list[int]:
         """Which words of the struct are pointers."""
         return [offset // 8 for offset in _pointer_offsets(self.args.dtype)]
 
-    def launch(self, driver: Any, stream: int) -> None:
+    def launch(self, stream: int) -> None:
         """Launch on a stream, by its driver handle."""
         try:
-            driver.launchKernel(
-                self.kernel, self.grid, 1, 1, self.block, 1, 1, 0, stream, ctypes.addressof(self.parameters), 0
-            )
-        except driver.CUDADriverError as reason:
-            raise error("kv-canary-kernel-must-launch", name=self.entry, got=str(reason)) from reason
+            self._driver.launchKernel(*self._before_stream, stream, *self._behind_stream)
+        except self._driver.CUDADriverError as reason:
+            raise error("kv-canary-kernel-must-launch", name=self._entry, got=str(reason)) from reason
 
 
 def _pointer_offsets(dtype: np.dtype[Any], start: int = 0) -> list[int]:
@@ -184,27 +182,26 @@ class PreparedLaunches:
         self._cupy = cupy
         self.launches = launches
         self._device = views[0].device.index
+        self._current_device = cupy.cuda.runtime.getDevice
         self._is_torch = any(is_torch(view.owner) for view in views)
         self.is_mixed = self._is_torch and not all(is_torch(view.owner) for view in views)
         """torch's arrays among others: with two libraries there may be two current streams."""
 
     def launch(self, stream: Any) -> None:
         """Launch all on `stream`, None for the current stream of the arrays' library."""
-        cuda = self._cupy.cuda
-        if cuda.runtime.getDevice() != self._device:
-            with cuda.Device(self._device):
+        if self._current_device() != self._device:
+            with self._cupy.cuda.Device(self._device):
                 self._launch_here(stream)
         else:
             self._launch_here(stream)
 
     def _launch_here(self, stream: Any) -> None:
-        cuda = self._cupy.cuda
         handle = self.handle(stream)
-        other = int(cuda.get_current_stream().ptr) if self.is_mixed and stream is None else handle
+        other = int(self._cupy.cuda.get_current_stream().ptr) if self.is_mixed and stream is None else handle
         if other != handle:
             _wait_for(self._cupy, waiting=handle, waited_for=other)
         for launch in self.launches:
-            launch.launch(cuda.driver, handle)
+            launch.launch(handle)
         if other != handle:
             _wait_for(self._cupy, waiting=other, waited_for=handle)
 
@@ -215,6 +212,12 @@ class PreparedLaunches:
         if self._is_torch:
             return torchs_stream(self._device)
         return int(self._cupy.cuda.get_current_stream().ptr)
+
+
+def check_warmed_up(missing: list[str], is_capturing: bool) -> None:
+    """Kernels that are not loaded yet cannot be while a graph is captured."""
+    if missing and is_capturing:
+        raise error("kv-canary-must-be-warmed-up", name=missing[0], got="a first call inside a capture")
 
 
 def _wait_for(cupy: Any, *, waiting: int, waited_for: int) -> None:
@@ -241,10 +244,10 @@ class CudaBackend:
             launches = operation.launches(**arguments)
             prepared = PreparedLaunches(cupy, [], views)
             missing = [launch.entry for launch in launches if not is_loaded(launch.stem, launch.entry, device)]
-            if missing and cupy.cuda.runtime.streamIsCapturing(prepared.handle(stream)):
-                raise error("kv-canary-must-be-warmed-up", name=missing[0], got="a first call inside a graph capture")
+            check_warmed_up(missing, bool(cupy.cuda.runtime.streamIsCapturing(prepared.handle(stream))))
             prepared.launches = [
-                PreparedLaunch(launch, kernel_handle(launch.stem, launch.entry, device)) for launch in launches
+                PreparedLaunch(cupy.cuda.driver, launch, kernel_handle(launch.stem, launch.entry, device))
+                for launch in launches
             ]
         return prepared
 

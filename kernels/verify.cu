@@ -176,12 +176,12 @@ __device__ __forceinline__ void verify(const VerifyArgs& args) {
                         entries_to_check(args.enable, args.verify_num_valid, args.verify_capacity), walk);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocksPerMultiprocessor)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
     kvc_verify(const __grid_constant__ VerifyArgs args) {
   verify<SplitMixChain>(args);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocksPerMultiprocessor)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
     kvc_verify_affine(const __grid_constant__ VerifyArgs args) {
   verify<AffineChain>(args);
 }
@@ -298,22 +298,22 @@ __device__ __forceinline__ void verify_batch(const VerifyBatchArgs& args) {
   report_status(args.out_status, walk.status);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocksPerMultiprocessor)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
     kvc_verify_batch(const __grid_constant__ VerifyBatchArgs args) {
   verify_batch<SplitMixChain, false>(args);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocksPerMultiprocessor)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
     kvc_verify_batch_affine(const __grid_constant__ VerifyBatchArgs args) {
   verify_batch<AffineChain, false>(args);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocksPerMultiprocessor)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyPlainBlocks)
     kvc_verify_batch_plain(const __grid_constant__ VerifyBatchArgs args) {
   verify_batch<SplitMixChain, true>(args);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocksPerMultiprocessor)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyPlainBlocks)
     kvc_verify_batch_plain_affine(const __grid_constant__ VerifyBatchArgs args) {
   verify_batch<AffineChain, true>(args);
 }

@@ -36,7 +36,7 @@ from ..checks import (
     check_padding_slot,
     check_rank,
 )
-from ..constants import VERIFY_BLOCKS_PER_MULTIPROCESSOR, VERIFY_ROWS, VERIFY_THREADS
+from ..constants import VERIFY_PLAIN_BLOCKS, VERIFY_ROWS, VERIFY_THREADS
 from ..launch import Call, Launch, Operation, ceil_div, named_views
 from ..launcher import Launcher
 from ..page_tables import PAGE_TABLE_ARGS, PageTableView, index_array_args, page_table_args, view_page_table
@@ -102,7 +102,7 @@ VERIFY_BATCH_ARGS = np.dtype(
 """Twin of `VerifyBatchArgs` in kernels/verify.cu."""
 
 # Blocks for each buffer: one wave on a GPU of 132 multiprocessors, the largest there is (measured).
-_MAX_BLOCKS = 132 * VERIFY_BLOCKS_PER_MULTIPROCESSOR
+_MAX_BLOCKS = 132 * VERIFY_PLAIN_BLOCKS
 
 
 @Launcher

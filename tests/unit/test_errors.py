@@ -14,9 +14,9 @@ from cupy_kvcanary import KvCanaryError, KvCanaryRuntimeError, launch_plan_offse
 from cupy_kvcanary import sources as sources_module
 from cupy_kvcanary.arrays import Device, view_array
 from cupy_kvcanary.catalogue import CATALOGUE, as_markdown, find_entry
-from cupy_kvcanary.checks import check_one_device
+from cupy_kvcanary.checks import check_bool, check_one_device
 from cupy_kvcanary.compile import import_cupy, kernel_handle
-from cupy_kvcanary.launch import Launch, PreparedLaunch
+from cupy_kvcanary.launch import Launch, PreparedLaunch, check_warmed_up
 from tests.helpers.plan_errors import PLAN_ERROR_CALLS
 from tests.helpers.plan_offsets import make_arguments
 from tests.helpers.replay_errors import REPLAY_ERROR_CALLS
@@ -213,7 +213,7 @@ class FakeDriver:
 
 def raises_on_launch() -> None:
     launch = Launch("plan_offsets", "kvc_plan_offsets", 1, 32, np.zeros((), [("field", "u8")]))
-    PreparedLaunch(launch, kernel=0).launch(FakeDriver(), stream=0)
+    PreparedLaunch(FakeDriver(), launch, kernel=0).launch(stream=0)
 
 
 def raises_on_compile() -> None:
@@ -241,6 +241,8 @@ OTHER_CALLS: dict[str, Callable[[], object]] = {
     "kv-canary-sources-must-be-installed": raises_without_sources,
     "kv-canary-kernel-must-compile": raises_on_compile,
     "kv-canary-kernel-must-launch": raises_on_launch,
+    "kv-canary-must-be-a-bool": lambda: check_bool("check_holes", 1),
+    "kv-canary-must-be-warmed-up": lambda: check_warmed_up(["kvc_verify"], is_capturing=True),
     "kv-canary-slug-must-be-known": lambda: find_entry("no such thing"),
     **PLAN_ERROR_CALLS,
     **REPLAY_ERROR_CALLS,

@@ -38,7 +38,7 @@ LAYERS = [
         "sources",
         *(f"reference.{stem}" for stem in STEMS),
     },
-    {"compile", "launch", "types"},
+    {"compile", "launch", "launcher", "types", "warmup"},
     {"ops.canary_plan", *(f"ops.{stem}" for stem in STEMS)},
     {"doctor", "engine_model", "page_pool", "plan_check", "plots", "replay", "replay_device", "traces"},
     {"__main__", "cli", "replay_command"},
