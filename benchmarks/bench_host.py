@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import cupy
-import numpy as np
 
 from benchmarks import bench_plan_offsets, bench_verify, bench_write
 from benchmarks.timing import environment, host_time, write_json

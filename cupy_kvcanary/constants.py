@@ -52,7 +52,8 @@ VERIFY_PLAIN_BLOCKS: Final = 4
 
 # Launch geometry of the write kernels; measured (docs/performance.md).
 WRITE_THREADS: Final = 128
-WRITE_SCAN_THREADS: Final = 256
+WRITE_WALK_THREADS: Final = 128
+WRITE_SCAN_THREADS: Final = 512
 WRITE_SCAN_ITEMS: Final = 4
 """Entries of a thread at a time."""
 

@@ -31,6 +31,7 @@ _INJECTED = (
     ("int", "VERIFY_BLOCKS"),
     ("int", "VERIFY_PLAIN_BLOCKS"),
     ("int", "WRITE_THREADS"),
+    ("int", "WRITE_WALK_THREADS"),
     ("int", "WRITE_SCAN_THREADS"),
     ("int", "WRITE_SCAN_ITEMS"),
     ("int", "PLAN_OFFSETS_SINGLE_THREADS"),

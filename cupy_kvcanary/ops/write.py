@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from ..checks import (
     check_padding_slot,
     check_rank,
 )
-from ..constants import MAX_BUFFERS, WRITE_SCAN_THREADS, WRITE_THREADS
+from ..constants import MAX_BUFFERS, WRITE_SCAN_THREADS, WRITE_THREADS, WRITE_WALK_THREADS
 from ..launch import Call, Launch, Operation, ceil_div
 from ..launcher import Launcher
 from ..reference.write import write as reference
@@ -201,15 +202,28 @@ def _launches(
         WRITE_ARGS,
     )
     num_chains = max(capacity, 1) * len(buffers)
-    if chain == "affine" and num_tokens - capacity > _WARP_MAX_ENTRIES * ceil_div(num_chains, _SCAN_BLOCKS_AT_ONCE):
-        return [Launch("write", "kvc_write_affine_scan", num_chains, WRITE_SCAN_THREADS, args)]
-    entry = "kvc_write" if chain == "splitmix64" else "kvc_write_affine"
-    return [Launch("write", entry, ceil_div(num_chains, WRITE_THREADS // 32), WRITE_THREADS, args)]
+    kernels = _KERNELS[chain]
+    # Only the number of all entries is known here: the longest request may have all but one for each other request.
+    if num_tokens - capacity > kernels.warp_max_entries * ceil_div(num_chains, kernels.blocks_at_once):
+        return [Launch("write", kernels.of_blocks, num_chains, kernels.block, args)]
+    return [Launch("write", kernels.of_warps, ceil_div(num_chains, WRITE_THREADS // 32), WRITE_THREADS, args)]
 
 
-# A warp takes as long for this many entries of one request as a wave of blocks takes to scan. Only the number of all
-# entries is known here, so the longest request may have all but one for each other request.
-_WARP_MAX_ENTRIES = 256
-_SCAN_BLOCKS_AT_ONCE = 396
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """A chain's two kernels: a warp for each request, which takes many at once, and a block, which takes long ones."""
+
+    of_warps: str
+    of_blocks: str
+    block: int
+    blocks_at_once: int
+    warp_max_entries: int
+    """A warp loses as much time over this many entries of one request as blocks lose over each wave of theirs."""
+
+
+_KERNELS: dict[Chain, _Kernels] = {
+    "splitmix64": _Kernels("kvc_write", "kvc_write_walk", WRITE_WALK_THREADS, 924, 64),
+    "affine": _Kernels("kvc_write_affine", "kvc_write_affine_scan", WRITE_SCAN_THREADS, 132, 256),
+}
 
 OPERATION = Operation(reference, _launches, WRITTEN_BY_LAUNCHES | {"out_status"})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -24,11 +23,11 @@ ANCHOR = splitmix64(0xC0FFEE1234567890)
 PLAN = ("write_offsets", "write_seed_slot_indices", "write_num_valid_reqs")
 ENTRIES = ("input_ids", "positions", "out_cache_loc", "expected_input_tokens", "expected_input_positions")
 
-KERNELS = ("kvc_write", "kvc_write_affine", "kvc_write_affine_scan")
+KERNELS = ("kvc_write", "kvc_write_walk", "kvc_write_affine", "kvc_write_affine_scan")
 
 
 def chain_of(kernel: str) -> Any:
-    return "splitmix64" if kernel == "kvc_write" else "affine"
+    return "affine" if "affine" in kernel else "splitmix64"
 
 
 def make_arguments(
@@ -70,17 +69,18 @@ def write(
     on_device = backend.on_device(arguments)
     contexts = [buffer.on_device(backend) for buffer in buffers]
     status = backend.array(np.zeros(1, np.int32))
-    # From how many entries on the scan takes over.
-    most = {"kvc_write_affine": 2**62, "kvc_write_affine_scan": -(2**62)}.get(kernel)
-    choice = nullcontext() if most is None else mock.patch.object(write_op, "_WARP_MAX_ENTRIES", most)
-    with choice:
+    chain = chain_of(kernel)
+    kernels = write_op._KERNELS[chain]
+    # From how many entries on blocks take over.
+    most = 2**62 if kernel == kernels.of_warps else -(2**62)
+    with mock.patch.dict(write_op._KERNELS, {chain: replace(kernels, warp_max_entries=most)}):
         launch_canary_write_kernel(
             context=contexts,
             plan=WritePlan(**{name: on_device[name] for name in PLAN}),
             enable_write_input_assert=on_device["expected_input_tokens"] is not None,
             **{name: on_device[name] for name in ENTRIES},
             padding_slot=padding_slot,
-            chain=chain_of(kernel),
+            chain=chain,
             out_status=status,
         )
     for buffer, context in zip(buffers, contexts, strict=True):

@@ -171,7 +171,7 @@ def test_real_kv_of_a_layer_and_of_pages(backend: ArrayBackend, kernel: str) -> 
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 511, 513, 1023, 1024, 1025, 2049])
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 65, 95, 96, 97, 192, 193, 1025, 2047, 2048, 2049, 4097])
 def test_numbers_of_entries(backend: ArrayBackend, kernel: str, n: int) -> None:
     """Around a warp and around a block's chunk, with every third slot twice and some skipped."""
     rng = np.random.default_rng(n)

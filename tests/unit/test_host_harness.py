@@ -594,7 +594,7 @@ class TestBuilds:
         with ThreadPoolExecutor(2) as pool:
             first, second = pool.map(lambda _: build(source_of("k"), "plain"), range(2))
         assert first == second
-        assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["runtime", "worker"]
+        assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["header", "runtime", "worker"]
 
     @pytest.mark.parametrize("pattern", ["no such text", "__syncthreads();"])
     def test_a_mutation_must_find_its_text_once(self, pattern: str) -> None:
