@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from .arrays import ArrayView, view_array
+from .arrays import ArrayView, as_device, view_array
 from .catalogue import error
 from .checks import (
     INT32,
@@ -23,6 +23,7 @@ from .checks import (
     check_length,
     check_multiple,
     check_no_overlap,
+    check_non_negative,
     check_one_device,
     check_positive,
     check_rank,
@@ -36,6 +37,7 @@ from .constants import (
     VIOLATION_FIELDS,
     RealKvHashMode,
 )
+from .launch import BACKENDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,6 +87,12 @@ class RealKvSource:
         if rows.shape[1] < needed:
             raise error("kv-canary-row-must-hold-a-page", name="tensor", needed=needed, got=rows.shape[1])
         object.__setattr__(self, "rows", rows)
+
+
+def _size(name: str, value: Any) -> int:
+    size = check_int(name, value)
+    check_non_negative(name, size)
+    return size
 
 
 def _as_byte_rows(view: ArrayView) -> ArrayView:
@@ -141,6 +149,41 @@ class VerifyOrWriteContext:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "view", _view_context(self))
+
+    @classmethod
+    def allocate(
+        cls,
+        num_slots: int,
+        *,
+        kernel_kind: int,
+        slot_bytes: int = CANARY_SLOT_BYTES,
+        ring_capacity: int = 1024,
+        device: Any = "cpu",
+        real_kv_sources: tuple[RealKvSource, ...] = (),
+        real_kv_hash_mode: int = RealKvHashMode.NONE,
+    ) -> VerifyOrWriteContext:
+        """A context with no records yet, of NumPy arrays (`"cpu"`) or CuPy arrays (`"cuda"`, a device object)."""
+        place = as_device(device)
+
+        def zeros(shape: Any, dtype: str) -> Any:
+            return BACKENDS[place.type].allocate_zeros(shape, dtype, place, None)
+
+        return cls(
+            canary_buf=zeros((_size("num_slots", num_slots), _size("slot_bytes", slot_bytes)), "uint8"),
+            kernel_kind=kernel_kind,
+            violation_ring=zeros((_size("ring_capacity", ring_capacity), VIOLATION_FIELDS), "int64"),
+            violation_write_index=zeros(1, "int32"),
+            slot_run_counter=zeros(1, "int64"),
+            kernel_run_counter=zeros(1, "int64"),
+            real_kv_sources=real_kv_sources,
+            real_kv_hash_mode=real_kv_hash_mode,
+        )
+
+    @staticmethod
+    def allocation_bytes(num_slots: int, *, slot_bytes: int = CANARY_SLOT_BYTES, ring_capacity: int = 1024) -> int:
+        """Bytes of the arrays that `allocate` makes."""
+        records = _size("num_slots", num_slots) * _size("slot_bytes", slot_bytes)
+        return records + 8 * VIOLATION_FIELDS * _size("ring_capacity", ring_capacity) + 4 + 2 * 8
 
 
 @dataclass(frozen=True, kw_only=True)

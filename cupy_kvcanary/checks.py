@@ -44,6 +44,7 @@ def check_padding_slot(padding_slot: Any) -> int:
         return -1
     slot = check_int("padding_slot", padding_slot)
     check_non_negative("padding_slot", slot)
+    check_fits_int32("padding_slot", slot)
     return slot
 
 

@@ -110,11 +110,11 @@ def plan() -> str:
         ["requests x prefix", "offsets + entries us", "entries alone us", "peer us", "ratio"],
         [
             (
-                f"{row['bs']} x {row['prefix']}",
-                us(row["plan_us"]),
-                us(row["entries_us"]),
-                us(row["peer_us"]),
-                ratio(row["peer_us"], row["plan_us"]),
+                f"{row['bs']} x {row['prefix_len']}",
+                us(row["gpu_us"]),
+                us(row["entries_gpu_us"]),
+                us(row["peer_gpu_us"]),
+                ratio(row["peer_gpu_us"], row["gpu_us"]),
             )
             for row in load("plan_entries")["rows"]
         ],

@@ -35,6 +35,7 @@ from ..checks import (
     check_non_negative,
     check_padding_slot,
     check_rank,
+    check_window,
 )
 from ..constants import VERIFY_PLAIN_BLOCKS, VERIFY_ROWS, VERIFY_THREADS
 from ..launch import Call, Launch, Operation, ceil_div, named_views
@@ -264,8 +265,7 @@ def launch_canary_verify_batch_kernel(
         )
     offset = check_int("kv_token_id_vs_position_offset", kv_token_id_vs_position_offset)
     check_fits_int32("size of kv_token_id_vs_position_offset", abs(offset))
-    window = check_int("swa_window_size", swa_window_size)
-    check_non_negative("swa_window_size", window)
+    window = check_window("swa_window_size", swa_window_size)
     capacity = check_int("verify_capacity", verify_capacity)
     check_non_negative("verify_capacity", capacity)
     check_fits_int32("verify_capacity", capacity)

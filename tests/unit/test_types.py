@@ -66,6 +66,18 @@ def test_allocation(cls: Any, capacity: int) -> None:
         assert (array == (1 if name == "enable" else 0)).all(), name
 
 
+def test_allocation_of_a_context() -> None:
+    canary = VerifyOrWriteContext.allocate(10, kernel_kind=CanaryLaunchTag.TAIL_V_SWA, slot_bytes=48, ring_capacity=7)
+    names = ("canary_buf", "violation_ring", "violation_write_index", "slot_run_counter", "kernel_run_counter")
+    arrays = [getattr(canary, name) for name in names]
+    assert [array.shape for array in arrays] == [(10, 48), (7, 8), (1,), (1,), (1,)]
+    assert sum(array.nbytes for array in arrays) == VerifyOrWriteContext.allocation_bytes(
+        10, slot_bytes=48, ring_capacity=7
+    )
+    assert canary.kernel_kind == 9
+    assert_refused(lambda: VerifyOrWriteContext.allocate(-1, kernel_kind=0), "num_slots must be non-negative, got -1")
+
+
 def test_shapes_and_dtypes_of_what_is_allocated() -> None:
     shapes = {
         field.name: (getattr(plan, field.name).shape, getattr(plan, field.name).dtype.name)
