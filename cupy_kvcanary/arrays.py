@@ -1,16 +1,17 @@
-"""One view of any producer's array, zero-copy, and the caller's stream. No array library is imported but NumPy."""
+"""One view of any producer's array, zero-copy. No array library is imported but NumPy."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .catalogue import error
+from .libraries import library_of
+from .streams import dlpack_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -63,6 +64,8 @@ class ArrayView(NamedTuple):
     """The array itself."""
     capsule: Any = None
     """Its DLPack capsule, where the memory was found through one."""
+    stream: int | None = None
+    """The stream that its producer works on, where the array says so."""
 
     @property
     def size(self) -> int:
@@ -136,8 +139,8 @@ class _NumpyInterface:
 def view_array(name: str, array: Any) -> ArrayView:
     """See the memory of `array` (NumPy, anything with `__dlpack__`, or `__cuda_array_interface__`) without copying it.
 
-    torch and CuPy arrays are read attribute by attribute, several times faster than through DLPack. No stream is
-    synchronised: kernels are launched on the stream of the array's own library.
+    torch and CuPy arrays are read attribute by attribute, several times faster than through DLPack, and their streams
+    are left alone: kernels are launched on the stream of the array's own library.
     """
     viewer = _viewers.get(type(array))
     if viewer is None:
@@ -150,13 +153,17 @@ _viewers: dict[type, Callable[[str, Any], ArrayView]] = {}
 
 
 def _find_viewer(array: Any) -> Callable[[str, Any], ArrayView]:
-    if isinstance(array, np.ndarray):
+    has_dlpack = hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
+    library = library_of(array)
+    if library == "numpy":
         return _view_numpy
-    if _is_instance(array, "torch", "Tensor"):
+    if library == "torch":
         return _view_torch
-    if _is_instance(array, "cupy", "ndarray"):
+    if library == "cupy":
         return _view_cupy
-    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+    if library == "jax" and has_dlpack:  # a tracer has no memory
+        return _view_jax
+    if has_dlpack:
         return _view_dlpack
     if hasattr(array, "__cuda_array_interface__"):
         return _view_cuda_array_interface
@@ -167,6 +174,11 @@ def _find_viewer(array: Any) -> Callable[[str, Any], ArrayView]:
 
 def _refuse(name: str, array: Any) -> ArrayView:
     raise error("kv-canary-must-be-an-array", name=name, got=type(array).__name__)
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array rather than a number; NumPy's scalars are numbers."""
+    return isinstance(value, np.ndarray) or hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
 
 
 def view_arrays(named: Mapping[str, Any], optional: Collection[str]) -> dict[str, ArrayView]:
@@ -188,8 +200,8 @@ def _view_numpy(name: str, array: np.ndarray[Any, Any]) -> ArrayView:
     )
 
 
-# `dtype.name` is put together anew at each call.
-_numpy_dtype_name = functools.cache(lambda dtype: dtype.name)
+# `dtype.name` is put together anew at each call, and does not tell a foreign byte order.
+_numpy_dtype_name = functools.cache(lambda dtype: dtype.name if dtype.isnative else dtype.str)
 
 
 def _view_torch(name: str, tensor: Any) -> ArrayView:
@@ -241,16 +253,44 @@ def _cuda_device(index: int) -> Device:
 
 def _view_cuda_array_interface(name: str, array: Any) -> ArrayView:
     interface = array.__cuda_array_interface__
+    if interface.get("mask") is not None:
+        return _refuse(name, array)
     dtype = np.dtype(interface["typestr"])
     shape = tuple(interface["shape"])
     pointer, read_only = interface["data"]
-    strides = interface.get("strides") or _dense_strides(shape, dtype.itemsize)
-    # The interface does not say which device it is; every known producer without DLPack says it as an attribute.
-    device = getattr(array, "device", None)
-    index = getattr(device, "id", getattr(getattr(device, "context", None), "device_id", 0))
     return ArrayView(
-        pointer or 0, shape, tuple(strides), dtype.name, dtype.itemsize, Device("cuda", index), read_only, array
+        pointer or 0,
+        shape,
+        tuple(interface.get("strides") or _dense_strides(shape, dtype.itemsize)),
+        _numpy_dtype_name(dtype),
+        dtype.itemsize,
+        Device("cuda", _device_index_of(pointer or 0)),
+        read_only,
+        array,
+        stream=interface.get("stream"),
     )
+
+
+_CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9
+
+
+def _device_index_of(pointer: int) -> int:
+    """The device that memory belongs to, which `__cuda_array_interface__` does not say; 0 if the driver cannot."""
+    index, driver = ctypes.c_int(), _cuda_driver()
+    if driver is None:
+        return 0
+    status = driver.cuPointerGetAttribute(
+        ctypes.byref(index), _CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, ctypes.c_uint64(pointer)
+    )
+    return index.value if status == 0 else 0
+
+
+@functools.cache
+def _cuda_driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def _dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -294,7 +334,16 @@ _DL_READ_ONLY = 1
 _DL_VERSION = (1, 0)
 # Pinned host memory is host memory; managed memory is used from the device.
 _DL_DEVICE_TYPES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
-_DL_TYPE_NAMES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
+_DL_TYPE_NAMES = {
+    **{(0, bits): f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{(1, bits): f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{(2, bits): f"float{bits}" for bits in (16, 32, 64)},
+    (4, 16): "bfloat16",
+    **{(5, bits): f"complex{bits}" for bits in (64, 128)},
+    (6, 8): "bool",
+    (10, 8): "float8_e4m3fn",
+    (12, 8): "float8_e5m2",
+}
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype = ctypes.c_void_p
@@ -304,28 +353,32 @@ _capsule_is_valid.restype = ctypes.c_int
 _capsule_is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
-def _view_dlpack(name: str, array: Any) -> ArrayView:
+def _view_dlpack(
+    name: str, array: Any, stream_of: Callable[[int], int | None] = dlpack_stream, is_immutable: bool = False
+) -> ArrayView:
     if getattr(array, "requires_grad", False) is True:
         raise error("kv-canary-must-not-require-grad", name=name, got=array)
-    dl_type, dl_index = array.__dlpack_device__()
-    device_type = _DL_DEVICE_TYPES.get(int(dl_type))
-    if device_type is None:
-        raise error("kv-canary-must-be-on-a-known-device", name=name, got=f"DLPack device type {int(dl_type)}")
-    # -1: no synchronisation (the launch goes on the producer's own stream); a CPU array knows no streams.
-    stream = -1 if device_type == "cuda" else None
     try:
-        capsule = array.__dlpack__(stream=stream, max_version=_DL_VERSION)
-    except TypeError:  # a producer of before DLPack 1.0
-        capsule = array.__dlpack__(stream=stream)
+        dl_type, dl_index = array.__dlpack_device__()
+        device_type = _DL_DEVICE_TYPES.get(int(dl_type))
+        if device_type is None:
+            raise error("kv-canary-must-be-on-a-known-device", name=name, got=f"DLPack device type {int(dl_type)}")
+        stream = stream_of(dl_index) if device_type == "cuda" else None
+        try:
+            capsule = array.__dlpack__(stream=stream, max_version=_DL_VERSION)
+        except TypeError:  # a producer of before DLPack 1.0
+            capsule = array.__dlpack__(stream=stream)
+    except BufferError as reason:
+        raise error("kv-canary-must-be-exported", name=name, got=str(reason)) from reason
     # The capsule is read but not consumed: it frees the producer's handle itself when the view dies.
     if _capsule_is_valid(capsule, b"dltensor_versioned"):
         managed = _DLManagedTensorVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
+        if managed.major != _DL_VERSION[0]:
+            raise error("kv-canary-must-be-exported", name=name, got=f"DLPack {managed.major}.{managed.minor}")
         tensor, read_only = managed.tensor, bool(managed.flags & _DL_READ_ONLY)
     else:
         tensor, read_only = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor")), False
-    bits = tensor.dtype_bits * tensor.dtype_lanes
-    kind = _DL_TYPE_NAMES.get(tensor.dtype_code, f"dlpack{tensor.dtype_code}_")
-    itemsize = (bits + 7) // 8
+    dtype, itemsize = _dlpack_dtype(name, tensor.dtype_code, tensor.dtype_bits, tensor.dtype_lanes)
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = (
         tuple(stride * itemsize for stride in tensor.strides[: tensor.ndim])
@@ -336,47 +389,24 @@ def _view_dlpack(name: str, array: Any) -> ArrayView:
         (tensor.data or 0) + tensor.byte_offset,
         shape,
         strides,
-        kind if kind == "bool" else f"{kind}{bits}",
+        dtype,
         itemsize,
-        CPU if device_type == "cpu" else Device(device_type, dl_index),
-        read_only or _is_instance(array, "jax", "Array"),
+        CPU if device_type == "cpu" else _cuda_device(dl_index),
+        read_only or is_immutable,
         array,
         capsule,
     )
 
 
-def _is_instance(array: Any, library: str, cls: str) -> bool:
-    """Whether `array` is of a class of a library, without importing the library."""
-    module = sys.modules.get(library)
-    return module is not None and isinstance(array, getattr(module, cls))
+def _dlpack_dtype(name: str, code: int, bits: int, lanes: int) -> tuple[str, int]:
+    dtype = _DL_TYPE_NAMES.get((code, bits), f"DLPack type {code} of {bits} bits")
+    if lanes != 1:
+        dtype = f"{dtype}x{lanes}"
+    if bits * lanes % 8:
+        raise error("kv-canary-must-have-dtype", name=name, expected="of whole bytes", got=dtype)
+    return dtype, bits * lanes // 8
 
 
-# -- streams ------------------------------------------------------------------------------------------------------
-
-
-def stream_handle(stream: Any) -> int:
-    """The CUDA handle of an int, or of a CuPy, torch or `__cuda_stream__` stream."""
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        return stream
-    if hasattr(stream, "__cuda_stream__"):
-        return int(stream.__cuda_stream__()[1])
-    for attribute in ("cuda_stream", "ptr"):
-        handle = getattr(stream, attribute, None)
-        if isinstance(handle, int):
-            return handle
-    raise error("kv-canary-stream-must-be-a-stream", name="stream", got=type(stream).__name__)
-
-
-def is_torch(array: Any) -> bool:
-    """Whether it is a torch tensor."""
-    return _is_instance(array, "torch", "Tensor")
-
-
-def torchs_stream(device_index: int) -> int:
-    """Handle of torch's current stream on a device."""
-    torch = sys.modules["torch"]
-    try:
-        # What Triton's launcher uses; several microseconds cheaper than building a Stream object.
-        return int(torch._C._cuda_getCurrentRawStream(device_index))
-    except AttributeError:
-        return int(torch.cuda.current_stream(device_index).cuda_stream)
+def _view_jax(name: str, array: Any) -> ArrayView:
+    # Without a stream, JAX waits for the values on the host. Its arrays are immutable, but its capsules do not say so.
+    return _view_dlpack(name, array, stream_of=lambda index: None, is_immutable=True)

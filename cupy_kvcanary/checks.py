@@ -88,9 +88,13 @@ def check_contiguous_rows(name: str, view: ArrayView) -> None:
 
 
 def check_dtype(name: str, view: ArrayView, dtypes: tuple[str, ...]) -> None:
-    """One of the plain dtype names."""
+    """One of the plain dtype names, with every element at a multiple of its size, as the kernels' loads need it."""
     if view.dtype not in dtypes:
         raise error("kv-canary-must-have-dtype", name=name, expected=" or ".join(dtypes), got=view.dtype)
+    check_aligned(name, view, view.itemsize)
+    for extent, stride in zip(view.shape, view.strides, strict=True):
+        if extent > 1:
+            check_multiple(f"stride of {name} in bytes", stride, view.itemsize)
 
 
 def check_rank(name: str, view: ArrayView, rank: int) -> None:
@@ -118,9 +122,17 @@ def check_multiple(name: str, value: int, factor: int) -> None:
 
 
 def check_aligned(name: str, view: ArrayView, alignment: int) -> None:
-    """First element at a multiple of `alignment` bytes."""
-    if view.pointer % alignment:
+    """First element, if there is one, at a multiple of `alignment` bytes."""
+    if view.pointer % alignment and view.size:
         raise error("kv-canary-must-be-aligned", name=name, alignment=alignment, got=hex(view.pointer))
+
+
+def check_one_int32(name: str, view: ArrayView) -> None:
+    """One number in device memory."""
+    check_contiguous(name, view)
+    check_dtype(name, view, INT32)
+    check_rank(name, view, 1)
+    check_length(name, view.size, 1)
 
 
 def check_one_device(views: Mapping[str, ArrayView]) -> None:

@@ -26,6 +26,18 @@ def import_cupy() -> ModuleType:
     return cupy  # type: ignore[no-any-return]
 
 
+def cuda_device(index: int) -> Any:
+    """CuPy's device, to be made current by `with`; the error that says so where the machine does not have it."""
+    cupy = import_cupy()
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as reason:
+        raise error("kv-canary-device-must-exist", name=f"cuda:{index}", got=str(reason)) from reason
+    if not 0 <= index < count:
+        raise error("kv-canary-device-must-exist", name=f"cuda:{index}", got=f"a machine with {count}")
+    return cupy.cuda.Device(index)
+
+
 def is_loaded(stem: str, entry: str, device_index: int) -> bool:
     """Whether `kernel_handle` has the kernel at hand."""
     return (stem, entry, device_index) in _kernels

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .arrays import ArrayView, is_torch, stream_handle, torchs_stream
+from .arrays import ArrayView
 from .catalogue import error
 from .checks import check_no_overlap, check_one_device, check_writable
-from .compile import import_cupy, is_loaded, kernel_handle
+from .compile import cuda_device, import_cupy, is_loaded, kernel_handle
+from .libraries import share
+from .streams import CallersStreams, as_cupy_stream, is_capturing, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from .arrays import Device
+    from .libraries import Library
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +115,17 @@ class Backend(Protocol):
         """A function that does what `run` does, as often as it is called."""
 
     def allocate_zeros(self, shape: Any, dtype: str, device: Device, stream: Any) -> Any:
-        """A new array for results that are computed on `stream`."""
+        """A new array at a multiple of 64 bytes, for work on `stream`; None for the current one."""
 
-    def callers_stream(self, views: list[ArrayView], stream: Any) -> Any:
-        """`stream`, or the current stream of the arrays' library where it is None."""
+    def callers_stream(self, views: list[ArrayView], stream: Any) -> AbstractContextManager[Any]:
+        """Gives `stream`, or the current stream of the arrays' library where it is None, for work on the arrays.
 
-    def hand_over(self, device: Device, stream: Any) -> None:
-        """Order the results computed on `stream` before what their own library does next."""
+        The work waits for what other libraries were given before if arrays of several are mixed; what the library of
+        `allocate_zeros` and the others are given afterwards waits for the work.
+        """
+
+    def share(self, arrays: list[Any], library: Library, device: Device, stream: Any) -> list[Any]:
+        """Arrays of `allocate_zeros`, as those of a library, which uses them after the work on `stream`."""
 
 
 class NumpyBackend:
@@ -132,15 +142,19 @@ class NumpyBackend:
         return functools.partial(self.run, operation, arguments, stream)
 
     def allocate_zeros(self, shape: Any, dtype: str, device: Device, stream: Any) -> Any:
-        """See `Backend.allocate_zeros`."""
-        return np.zeros(shape, dtype)
+        """See `Backend.allocate_zeros`; at a multiple of 64 bytes, as CUDA memory is."""
+        nbytes = np.dtype(dtype).itemsize * math.prod(np.atleast_1d(shape).tolist())
+        memory = np.zeros(nbytes + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        return memory[start : start + nbytes].view(dtype).reshape(shape)
 
-    def callers_stream(self, views: list[ArrayView], stream: Any) -> Any:
+    def callers_stream(self, views: list[ArrayView], stream: Any) -> AbstractContextManager[Any]:
         """See `Backend.callers_stream`; host memory has none."""
-        return stream
+        return contextlib.nullcontext(stream)
 
-    def hand_over(self, device: Device, stream: Any) -> None:
-        """Nothing to do: the results are there when `run` returns."""
+    def share(self, arrays: list[Any], library: Library, device: Device, stream: Any) -> list[Any]:
+        """See `Backend.share`."""
+        return share(arrays, library)
 
 
 class PreparedLaunch:
@@ -181,11 +195,11 @@ class PreparedLaunches:
     def __init__(self, cupy: Any, launches: list[PreparedLaunch], views: list[ArrayView]) -> None:
         self._cupy = cupy
         self.launches = launches
+        self.streams = CallersStreams(cupy, views)
         self._device = views[0].device.index
         self._current_device = cupy.cuda.runtime.getDevice
-        self._is_torch = any(is_torch(view.owner) for view in views)
-        self.is_mixed = self._is_torch and not all(is_torch(view.owner) for view in views)
-        """torch's arrays among others: with two libraries there may be two current streams."""
+        # Behind a capsule is memory that its library may use for something else as soon as the capsule is gone.
+        self._is_borrowed = any(view.capsule is not None for view in views)
 
     def launch(self, stream: Any) -> None:
         """Launch all on `stream`, None for the current stream of the arrays' library."""
@@ -196,32 +210,22 @@ class PreparedLaunches:
             self._launch_here(stream)
 
     def _launch_here(self, stream: Any) -> None:
-        handle = self.handle(stream)
-        other = int(self._cupy.cuda.get_current_stream().ptr) if self.is_mixed and stream is None else handle
-        if other != handle:
-            _wait_for(self._cupy, waiting=handle, waited_for=other)
+        handle = self.streams.handle(stream)
+        others = self.streams.others(stream, handle) if self.streams.are_several else ()
+        if others:
+            wait_for(self._cupy, waiting=[handle], waited_for=others)
         for launch in self.launches:
             launch.launch(handle)
-        if other != handle:
-            _wait_for(self._cupy, waiting=other, waited_for=handle)
-
-    def handle(self, stream: Any) -> int:
-        """Handle of the stream to launch on. The arrays' device is current."""
-        if stream is not None:
-            return stream_handle(stream)
-        if self._is_torch:
-            return torchs_stream(self._device)
-        return int(self._cupy.cuda.get_current_stream().ptr)
+        if others:
+            wait_for(self._cupy, waiting=others, waited_for=[handle])
+        if self._is_borrowed and not is_capturing(self._cupy, handle):
+            as_cupy_stream(self._cupy, handle).synchronize()
 
 
 def check_warmed_up(missing: list[str], is_capturing: bool) -> None:
     """Kernels that are not loaded yet cannot be while a graph is captured."""
     if missing and is_capturing:
         raise error("kv-canary-must-be-warmed-up", name=missing[0], got="a first call inside a capture")
-
-
-def _wait_for(cupy: Any, *, waiting: int, waited_for: int) -> None:
-    _as_cupy_stream(cupy, waiting).wait_event(_as_cupy_stream(cupy, waited_for).record())
 
 
 class CudaBackend:
@@ -240,11 +244,11 @@ class CudaBackend:
         cupy = import_cupy()
         views = [view for _, view in all_views(arguments)]
         device = views[0].device.index
-        with cupy.cuda.Device(device):
+        with cuda_device(device):
             launches = operation.launches(**arguments)
             prepared = PreparedLaunches(cupy, [], views)
             missing = [launch.entry for launch in launches if not is_loaded(launch.stem, launch.entry, device)]
-            check_warmed_up(missing, bool(cupy.cuda.runtime.streamIsCapturing(prepared.handle(stream))))
+            check_warmed_up(missing, is_capturing(cupy, prepared.streams.handle(stream)))
             prepared.launches = [
                 PreparedLaunch(cupy.cuda.driver, launch, kernel_handle(launch.stem, launch.entry, device))
                 for launch in launches
@@ -254,43 +258,30 @@ class CudaBackend:
     def allocate_zeros(self, shape: Any, dtype: str, device: Device, stream: Any) -> Any:
         """See `Backend.allocate_zeros`."""
         cupy = import_cupy()
+        if stream is not None and is_capturing(cupy, stream):
+            raise error("kv-canary-must-be-allocated-before-a-capture", name=f"a new {dtype} array")
         # CuPy's pool reuses memory in the order of the stream that was current at the allocation.
-        with cupy.cuda.Device(device.index), _as_cupy_stream(cupy, self._handle(cupy, [], stream)):
+        with cuda_device(device.index), contextlib.nullcontext() if stream is None else as_cupy_stream(cupy, stream):
             return cupy.zeros(shape, dtype)
 
-    def callers_stream(self, views: list[ArrayView], stream: Any) -> int:
+    @contextlib.contextmanager
+    def callers_stream(self, views: list[ArrayView], stream: Any) -> Iterator[int]:
         """See `Backend.callers_stream`; as a handle."""
         cupy = import_cupy()
-        with cupy.cuda.Device(views[0].device.index):
-            return self._handle(cupy, views, stream)
+        with cuda_device(views[0].device.index):
+            streams = CallersStreams(cupy, views)
+            handle = streams.handle(stream)
+            others = streams.others(stream, handle)
+            wait_for(cupy, waiting=[handle], waited_for=others)
+            yield handle
+            cupys = {int(cupy.cuda.get_current_stream().ptr)}
+            wait_for(cupy, waiting=(others | cupys) - {handle}, waited_for=[handle])
 
-    def hand_over(self, device: Device, stream: Any) -> None:
-        """CuPy's current stream waits for the launch, where that was on another stream."""
-        cupy = import_cupy()
-        with cupy.cuda.Device(device.index):
-            current, handle = cupy.cuda.get_current_stream().ptr, self._handle(cupy, [], stream)
-            if handle != current:
-                _wait_for(cupy, waiting=current, waited_for=handle)
-
-    def _handle(self, cupy: Any, views: list[ArrayView], stream: Any) -> int:
-        """Handle of the stream to launch on. The arrays' device is current."""
-        if stream is not None:
-            return stream_handle(stream)
-        if any(is_torch(view.owner) for view in views):
-            return torchs_stream(views[0].device.index)
-        return int(cupy.cuda.get_current_stream().ptr)
-
-
-def _as_cupy_stream(cupy: Any, handle: int) -> Any:
-    return cupy.cuda.Stream.from_external(_RawStream(handle))
-
-
-@dataclass(frozen=True, slots=True)
-class _RawStream:
-    handle: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
+    def share(self, arrays: list[Any], library: Library, device: Device, stream: Any) -> list[Any]:
+        """See `Backend.share`."""
+        # CuPy's arrays let the importer wait for the stream that is CuPy's current one.
+        with cuda_device(device.index), as_cupy_stream(import_cupy(), stream):
+            return share(arrays, library)
 
 
 BACKENDS: dict[str, Backend] = {"cpu": NumpyBackend(), "cuda": CudaBackend()}

@@ -147,7 +147,7 @@ class _Template:
         if len(set(given)) != len(given):
             return None
         launches = backend.prepare(*call)
-        if launches.is_mixed:
+        if launches.streams.are_several:
             return None
         places = []
         for index, launch in enumerate(launches.launches):

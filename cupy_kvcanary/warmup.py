@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from .arrays import as_device
-from .compile import import_cupy, kernel_handle
+from .compile import cuda_device, kernel_handle
 from .sources import STEMS, joined_source
 
 _log = logging.getLogger(__name__)
@@ -38,9 +38,8 @@ def warmup(device: Any = "cuda") -> None:
     place = as_device(device)
     if place.type == "cpu":
         return
-    cupy = import_cupy()
     kernels = [(stem, entry) for stem in STEMS for entry in entries(stem)]
-    with cupy.cuda.Device(place.index):
+    with cuda_device(place.index):
         for done, (stem, entry) in enumerate(kernels, start=1):
             kernel_handle(stem, entry, place.index)
             _log.info("%s: %d of %d kernels loaded (%s)", place, done, len(kernels), entry)

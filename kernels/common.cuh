@@ -15,6 +15,11 @@ __device__ __forceinline__ void report_status(int* out_status, int status) {
   if (status != 0 && out_status != nullptr) atomicOr(out_status, status);
 }
 
+// Requests of the batch: a number of the launch, or one in device memory that graph replays may find changed.
+__device__ __forceinline__ i64 batch_size(i64 bs, const int* bs_on_device) {
+  return bs_on_device == nullptr ? bs : clamp(__ldg(bs_on_device), 0, bs);
+}
+
 // ---- arrays of slots, rows and lengths ------------------------------------------------------------------------
 
 // An integer array of either width; which one is uniform over the launch, so the branch costs nothing.

@@ -18,7 +18,8 @@ struct PlanEntriesArgs {
   i64* out_verify_prev_slot_indices;
   i64* out_write_offsets;
   int* out_status;
-  i64 bs;
+  const int* bs_on_device;
+  i64 bs;  // where bs_on_device is given: the most that it may say
   i64 lut_len;
   i64 swa_window_size;
   i64 verify_capacity;  // below 2^31
@@ -54,7 +55,9 @@ __device__ __forceinline__ i64 expected_token(const PlanEntriesArgs& args, int r
 }
 
 // Grid: any, at least 1.
-extern "C" __global__ void __launch_bounds__(kPlanEntriesThreads) kvc_plan_entries(const PlanEntriesArgs args) {
+extern "C" __global__ void __launch_bounds__(kPlanEntriesThreads) kvc_plan_entries(const PlanEntriesArgs launched) {
+  PlanEntriesArgs args = launched;
+  args.bs = batch_size(args.bs, args.bs_on_device);
   __shared__ i64 sampled_offsets[kPlanEntriesThreads];
   const i64 sampled_r = threadIdx.x * args.sample_stride;
   sampled_offsets[threadIdx.x] = sampled_r < args.bs ? args.verify_offsets_scratch[sampled_r] : kInt32Max;

@@ -17,7 +17,8 @@ struct PlanOffsetsArgs {
   int* out_verify_enable;
   int* out_write_num_valid_reqs;
   int* out_status;
-  i64 bs;
+  const int* bs_on_device;
+  i64 bs;  // where bs_on_device is given: the most that it may say
   i64 lut_len;
   i64 swa_window_size;
   i64 verify_capacity;
@@ -147,13 +148,23 @@ __device__ __forceinline__ Lens sum_requests(const PlanOffsetsArgs& args, i64 be
   return warp_sum<kWarpSize>(sum);
 }
 
+__device__ __forceinline__ PlanOffsetsArgs with_batch_size(PlanOffsetsArgs args) {
+  args.bs = batch_size(args.bs, args.bs_on_device);
+  return args;
+}
+
+// Whether a block has nothing to plan; of an empty batch the first block writes the totals.
+__device__ __forceinline__ bool is_behind_batch(const PlanOffsetsArgs& args, i64 begin) {
+  if (begin < args.bs) return false;
+  if (begin == 0 && threadIdx.x == 0) write_totals(args, {0, 0});
+  return true;
+}
+
 // The whole plan in one launch. Grid: ceil(bs / blockDim.x), at least 1.
-extern "C" __global__ void __launch_bounds__(kPlanOffsetsSingleThreads) kvc_plan_offsets(const PlanOffsetsArgs args) {
-  if (args.bs == 0) {
-    if (threadIdx.x == 0) write_totals(args, {0, 0});
-    return;
-  }
+extern "C" __global__ void __launch_bounds__(kPlanOffsetsSingleThreads) kvc_plan_offsets(const PlanOffsetsArgs launched) {
+  const PlanOffsetsArgs args = with_batch_size(launched);
   const i64 begin = static_cast<i64>(blockIdx.x) * blockDim.x;
+  if (is_behind_batch(args, begin)) return;
   Lens before = {0, 0};
   if (begin > 0) before = sum_requests<4>(args, 0, begin);
   plan_row<kPlanOffsetsSingleThreads>(args, begin + threadIdx.x, {0, 0}, before);
@@ -161,8 +172,10 @@ extern "C" __global__ void __launch_bounds__(kPlanOffsetsSingleThreads) kvc_plan
 
 // First of three launches: each block leaves its tile's sums in the offsets at the tile's start.
 extern "C" __global__ void __launch_bounds__(kPlanOffsetsTileThreads)
-    kvc_plan_offsets_tile_sums(const PlanOffsetsArgs args) {
+    kvc_plan_offsets_tile_sums(const PlanOffsetsArgs launched) {
+  const PlanOffsetsArgs args = with_batch_size(launched);
   const i64 begin = static_cast<i64>(blockIdx.x) * kPlanOffsetsTile;
+  if (begin >= args.bs) return;
   const i64 end = clamp(begin + kPlanOffsetsTile, 0, args.bs);
   const Lens sum = sum_before_warp<kPlanOffsetsTileThreads>({0, 0}, sum_requests<2>(args, begin, end));
   if (threadIdx.x == 0) {
@@ -173,7 +186,8 @@ extern "C" __global__ void __launch_bounds__(kPlanOffsetsTileThreads)
 
 // Second: one block turns the tiles' sums into their exclusive prefix sums, in place.
 extern "C" __global__ void __launch_bounds__(kPlanOffsetsScanThreads)
-    kvc_plan_offsets_scan_sums(const PlanOffsetsArgs args) {
+    kvc_plan_offsets_scan_sums(const PlanOffsetsArgs launched) {
+  const PlanOffsetsArgs args = with_batch_size(launched);
   Lens carry = {0, 0};
   for (i64 first_r = 0; first_r < args.bs; first_r += static_cast<i64>(blockDim.x) * kPlanOffsetsTile) {
     const i64 r = first_r + static_cast<i64>(threadIdx.x) * kPlanOffsetsTile;
@@ -195,8 +209,10 @@ extern "C" __global__ void __launch_bounds__(kPlanOffsetsScanThreads)
 // Third: each block plans its tile, row by row, from the sums that stand at the tile's start. All threads have read
 // those before the first row's barrier, behind which they are overwritten. Grid: ceil(bs / kPlanOffsetsTile).
 extern "C" __global__ void __launch_bounds__(kPlanOffsetsTileThreads)
-    kvc_plan_offsets_tiles(const PlanOffsetsArgs args) {
+    kvc_plan_offsets_tiles(const PlanOffsetsArgs launched) {
+  const PlanOffsetsArgs args = with_batch_size(launched);
   const i64 begin = static_cast<i64>(blockIdx.x) * kPlanOffsetsTile;
+  if (is_behind_batch(args, begin)) return;
   Lens carry = {static_cast<u64>(args.out_verify_offsets_scratch[begin]),
                 static_cast<u64>(args.out_write_offsets[begin])};
   for (i64 row = begin; row < begin + kPlanOffsetsTile; row += blockDim.x) {

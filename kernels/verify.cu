@@ -201,7 +201,8 @@ struct VerifyBatchArgs {
   const int* expected_tokens;  // [expected_rows, expected_width], null: none
   IndexArray expected_valid_lens;
   int* out_status;
-  i64 bs;
+  const int* bs_on_device;
+  i64 bs;  // where bs_on_device is given: the most that it may say
   i64 lut_len;
   i64 swa_window_size;
   i64 verify_capacity;
@@ -217,6 +218,7 @@ template <bool kIsPlainBatch>
 struct BatchWalk {
   static constexpr bool kIsPlain = kIsPlainBatch;
   const VerifyBatchArgs& args;
+  int bs;
   int status;
   int r;
   i64 end;  // of the entries of request r; 0 before a lane has looked at one
@@ -227,7 +229,6 @@ struct BatchWalk {
   // Last request whose offset is at most t, searched by the whole warp: 32 offsets a step.
   __device__ __forceinline__ void start(i64 t) {
     const int lane = threadIdx.x % kWarpSize;
-    const int bs = static_cast<int>(args.bs);
     r = 0;
     end = 0;
     for (int count = bs; count > 1;) {
@@ -243,7 +244,6 @@ struct BatchWalk {
   // Moves on to the request of entry t: by doubling steps, since many requests may be empty.
   __device__ __forceinline__ void advance(i64 t) {
     const i64* offsets = args.verify_offsets_scratch;
-    const int bs = static_cast<int>(args.bs);
     int step = 1;
     while (step < bs - r && __ldg(offsets + r + step) <= t) {
       r += step;
@@ -290,9 +290,10 @@ struct BatchWalk {
 
 template <typename Chain, bool kIsPlain>
 __device__ __forceinline__ void verify_batch(const VerifyBatchArgs& args) {
+  const int bs = static_cast<int>(batch_size(args.bs, args.bs_on_device));
   const int num_entries =
-      args.bs == 0 ? 0 : entries_to_check(args.verify_enable, args.verify_num_valid, args.verify_capacity);
-  BatchWalk<kIsPlain> walk = {args, 0, 0, 0, {0, 0, 0, false}, 0, nullptr};
+      bs == 0 ? 0 : entries_to_check(args.verify_enable, args.verify_num_valid, args.verify_capacity);
+  BatchWalk<kIsPlain> walk = {args, bs, 0, 0, 0, {0, 0, 0, false}, 0, nullptr};
   verify_entries<Chain>(args.buffers[blockIdx.x % static_cast<unsigned>(args.options.num_buffers)], args.options,
                         num_entries, walk);
   report_status(args.out_status, walk.status);

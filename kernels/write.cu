@@ -1,9 +1,9 @@
 // Write: stamps a record into the slot of every token that was just written, each chained to the one before it.
-// One warp owns a request in one buffer, or one block where requests may be long; its entries go in order, in chunks, so
-// that of entries with one slot the last stays. Atomics: violations, counters, status bits, slots of a chunk. Ranges that
-// leave the token arrays are cut; slots and seeds that the buffer does not have are neither read nor written. Cost: 24
-// bytes read and 32 written an entry and the hashed KV bytes; the latency of three splitmix64 an entry of the longest
-// request, or of a prefix scan (affine).
+// One warp owns a request in one buffer, or one block where requests may be long; its entries go in order, in chunks,
+// so that of entries with one slot the last stays. Atomics: violations, counters, status bits, slots of a chunk. Ranges
+// that leave the token arrays are cut; slots and seeds that the buffer does not have are neither read nor written.
+// Cost: 24 bytes read and 32 written an entry and the hashed KV bytes; the latency of three splitmix64 an entry of the
+// longest request, or of a prefix scan (affine).
 
 struct WriteArgs {
   const i64* write_offsets;
@@ -26,34 +26,41 @@ __device__ __forceinline__ void count(i64* counter, i64 amount) {
   atomicAdd(reinterpret_cast<u64*>(counter), static_cast<u64>(amount));
 }
 
-struct EntryRange {
+// A request's entries, and the slot of the record before them.
+struct Request {
   i64 begin;
   i64 end;
+  i64 seed;
 };
 
-__device__ __forceinline__ EntryRange load_range(const WriteArgs& args, i64 r, int& status) {
+__device__ __forceinline__ Request load_request(const WriteArgs& args, i64 r, int& status) {
+  i64 begin = 0;
+  i64 end = 0;
+  i64 seed = -1;
+  if (r < args.write_req_capacity) {
+    begin = args.write_offsets[r];
+    end = args.write_offsets[r + 1];
+    seed = args.write_seed_slot_indices[r];
+  }
+  // No branch depends on the number of requests: what is loaded above would wait for it.
   const i64 num_valid_reqs = *args.write_num_valid_reqs;
   const i64 num_reqs = clamp(num_valid_reqs, 0, args.write_req_capacity);
-  if (num_reqs != num_valid_reqs) status |= kStatusWriteOffsetsInvalid;
-  if (r >= args.write_req_capacity) return {0, 0};
-  // Loaded beside the number of requests, not after it.
-  const i64 begin = args.write_offsets[r];
-  const i64 end = args.write_offsets[r + 1];
-  if (r >= num_reqs) return {0, 0};
+  const bool is_valid = r < num_reqs;
   const i64 valid_begin = clamp(begin, 0, args.num_tokens);
   const i64 valid_end = clamp(end, valid_begin, args.num_tokens);
-  if (begin != valid_begin || end != valid_end) status |= kStatusWriteOffsetsInvalid;
-  return {valid_begin, valid_end};
+  const bool is_cut = is_valid & ((begin != valid_begin) | (end != valid_end));
+  if (is_cut | (num_reqs != num_valid_reqs)) status |= kStatusWriteOffsetsInvalid;
+  return {valid_begin, is_valid ? valid_end : valid_begin, seed};
 }
 
-// The entries of request r. `is_first_thread` in one thread of those that own the request.
-__device__ __forceinline__ EntryRange begin_request(const WriteArgs& args, const CanaryBuffer& buffer, i64 r,
-                                                    bool is_first_thread) {
+// Request r, and the launch is counted; `is_first_thread` in one thread of those that own the request.
+__device__ __forceinline__ Request begin_request(const WriteArgs& args, const CanaryBuffer& buffer, i64 r,
+                                                 bool is_first_thread) {
   if (r == 0 && is_first_thread) count(buffer.kernel_run_counter, 1);
   int status = 0;
-  const EntryRange range = load_range(args, r, status);
+  const Request request = load_request(args, r, status);
   report_status(args.out_status, status);
-  return range;
+  return request;
 }
 
 struct Entry {
@@ -95,9 +102,8 @@ struct ChainEnd {
 
 // The chain's end at the seed; `is_reporter` in the one thread that records a seed that the buffer does not have.
 template <class Chain>
-__device__ __forceinline__ ChainEnd load_seed(const WriteArgs& args, const CanaryBuffer& buffer, i64 r,
+__device__ __forceinline__ ChainEnd load_seed(const WriteArgs& args, const CanaryBuffer& buffer, i64 seed,
                                               bool is_reporter) {
-  const i64 seed = args.write_seed_slot_indices[r];
   const int* assertion = buffer.enable_chain_position_assert;
   const bool checks_position = assertion != nullptr && *assertion != 0;
   if (seed >= buffer.num_slots && seed != args.padding_slot && is_reporter) {
@@ -198,38 +204,32 @@ __device__ __forceinline__ u64 multiply(u64 x, u64 multiplier) {
   return static_cast<u64>(high) << 32 | low * multiplier_low;
 }
 
-// splitmix64 is last_step(mix(first_step(x))). The last step of one and the first of the next, together, are `fold`.
+// splitmix64(x) is last_step(mix(first_step(x))); fold(x, y) is first_step(last_step(x)) ^ y.
 __device__ __forceinline__ u64 first_step(u64 x) { return x ^ (x >> 30); }
+__device__ __forceinline__ u64 without_first_step(u64 x) { return x ^ (x >> 30) ^ (x >> 60); }
+__device__ __forceinline__ u64 last_step(u64 x) { return x ^ (x >> 31); }
+__device__ __forceinline__ u64 without_last_step(u64 x) { return x ^ (x >> 31) ^ (x >> 62); }
 __device__ __forceinline__ u64 mix(u64 x) {
   x = multiply(x, 0xBF58476D1CE4E5B9ull);
   return multiply(x ^ (x >> 27), 0x94D049BB133111EBull);
 }
-__device__ __forceinline__ u64 last_step(u64 x) { return x ^ (x >> 31); }
-__device__ __forceinline__ u64 without_last_step(u64 hash) { return hash ^ (hash >> 31) ^ (hash >> 62); }
-__device__ __forceinline__ u64 fold(u64 x) { return x ^ (x >> 30) ^ (x >> 31) ^ (x >> 61); }
+__device__ __forceinline__ u64 fold(u64 x, u64 y) { return ((x >> 30) ^ (x >> 31) ^ (x >> 61)) ^ (x ^ y); }
 
-// A warp's entries as they are walked: the stored ones without a gap, token and position after their first steps.
-__device__ __forceinline__ void pack(const Entry& entry, unsigned stored_lanes, int lane, ulonglong2* packed) {
-  if (!(stored_lanes >> lane & 1)) return;
-  packed[__popc(stored_lanes & lanes_before(lane))] =
-      make_ulonglong2(first_step(entry.token), first_step(entry.position));
+// An entry as it is walked.
+__device__ __forceinline__ void pack(const Entry& entry, ulonglong2& packed) {
+  packed = make_ulonglong2(first_step(entry.token), first_step(entry.position));
 }
 
 // Walks a chain over packed entries: leaves its hash before each of them and behind the last, and returns the latter,
-// all without their last steps. Every lane walks it all, so that nothing but hash after hash is waited for.
-__device__ __forceinline__ u64 walk(const ulonglong2* packed, int num_packed, int lane, u64 x, u64* hashes) {
+// all without their last steps. One thread does it: nothing but hash after hash takes time.
+__device__ __forceinline__ u64 walk(const ulonglong2* packed, int num_packed, u64 x, u64* hashes) {
 #pragma unroll 8
   for (int k = 0; k < num_packed; ++k) {
-    if (lane == 0) hashes[k] = x;
-    x = mix(fold(mix(fold(mix(fold(x))) ^ packed[k].x)) ^ packed[k].y);
+    hashes[k] = x;
+    x = mix(fold(mix(fold(mix(fold(x, 0)), packed[k].x)), packed[k].y));
   }
-  if (lane == 0) hashes[num_packed] = x;
+  hashes[num_packed] = x;
   return x;
-}
-
-// The hash before a lane's entry, from what a walk left.
-__device__ __forceinline__ u64 hash_before(const u64* hashes, unsigned stored_lanes, int lane) {
-  return last_step(hashes[__popc(stored_lanes & lanes_before(lane))]);
 }
 
 // ---- a warp for a request ---------------------------------------------------------------------------------------
@@ -240,11 +240,14 @@ __device__ __forceinline__ u64 follow_chain(const Entry& entry, unsigned stored_
   __shared__ ulonglong2 packed[kWriteThreads / kWarpSize][kWarpSize];
   __shared__ u64 hashes[kWriteThreads / kWarpSize][kWarpSize + 1];
   const int warp = threadIdx.x / kWarpSize;
-  pack(entry, stored_lanes, lane, packed[warp]);
+  const int place = __popc(stored_lanes & lanes_before(lane));
+  const int num_packed = __popc(stored_lanes);
+  if (stored_lanes >> lane & 1) pack(entry, packed[warp][place]);
   __syncwarp();
-  hash = last_step(walk(packed[warp], __popc(stored_lanes), lane, without_last_step(hash), hashes[warp]));
+  if (lane == 0) walk(packed[warp], num_packed, without_last_step(hash), hashes[warp]);
   __syncwarp();
-  return hash_before(hashes[warp], stored_lanes, lane);
+  hash = last_step(hashes[warp][num_packed]);
+  return last_step(hashes[warp][place]);
 }
 
 template <>
@@ -273,17 +276,14 @@ __device__ __forceinline__ void write_by_warps(const WriteArgs& args) {
   const unsigned num_buffers = static_cast<unsigned>(args.num_buffers);
   const i64 r = warp / num_buffers;
   const CanaryBuffer& buffer = args.buffers[warp % num_buffers];
-  const EntryRange range = begin_request(args, buffer, r, lane == 0);
-  if (range.begin == range.end) return;
-  Entry next = load_entry(args, range.begin + lane, range.end);
-  ExpectedInput next_expected = load_expected_input(args, range.begin + lane, range.end);
-  ChainEnd end = load_seed<Chain>(args, buffer, r, lane == 0);
+  const Request request = begin_request(args, buffer, r, lane == 0);
+  if (request.begin == request.end) return;
+  // Loaded beside the seed, not after it.
+  Entry entry = load_entry(args, request.begin + lane, request.end);
+  ExpectedInput expected = load_expected_input(args, request.begin + lane, request.end);
+  ChainEnd end = load_seed<Chain>(args, buffer, request.seed, lane == 0);
   i64 num_stored = 0;
-  for (i64 first = range.begin; first < range.end; first += kWarpSize) {
-    const Entry entry = next;
-    const ExpectedInput expected = next_expected;
-    next = load_entry(args, first + kWarpSize + lane, range.end);
-    next_expected = load_expected_input(args, first + kWarpSize + lane, range.end);
+  for (i64 first = request.begin; first < request.end; first += kWarpSize) {
     const bool has_slot = buffer.has_slot(entry.slot);
     const unsigned stored_lanes = __ballot_sync(kFullWarp, has_slot);
     const bool is_last = is_last_in_warp(entry, stored_lanes, lane);
@@ -296,6 +296,8 @@ __device__ __forceinline__ void write_by_warps(const WriteArgs& args) {
     end.position = last_position(entry.position, stored_lanes, end.position);
     finish_entry(buffer, entry, expected, before, is_last, real_kv_hash);
     num_stored += __popc(stored_lanes);
+    entry = load_entry(args, first + kWarpSize + lane, request.end);
+    expected = load_expected_input(args, first + kWarpSize + lane, request.end);
   }
   if (lane == 0) count(buffer.slot_run_counter, num_stored);
 }
@@ -308,18 +310,18 @@ extern "C" __global__ void __launch_bounds__(kWriteThreads) kvc_write_affine(con
   write_by_warps<AffineChain>(args);
 }
 
-// ---- the exact chain within a block: the last warp walks, the others do the rest --------------------------------
+// ---- the exact chain within a block: a thread of the last warp walks, the other warps do the rest ----------------
 
-constexpr int kWalkRows = kWriteWalkThreads / kWarpSize - 1;  // of 32 entries in a chunk, one for each warp but the last
+constexpr int kWalkRows = kWriteWalkThreads / kWarpSize - 1;  // of 32 entries in a chunk, one for each other warp
 constexpr int kWalkChunk = kWalkRows * kWarpSize;
 
-// A warp's entries of a chunk.
-struct WalkRow {
+// An entry on its way from one chunk's turn to the next.
+struct WalkedEntry {
   Entry entry;
   ExpectedInput expected;
-  unsigned stored_lanes;
-  // Known after the first barrier.
-  u64 position_before;  // of the last entry stored before the row
+  unsigned stored_lanes;  // of the warp
+  int place;              // in the chunk's packed entries
+  u64 position_before;    // of the last entry stored before it
   u64 real_kv_hash;
   bool is_last;  // of the chunk's entries that are stored in its slot
 };
@@ -333,76 +335,86 @@ __device__ __forceinline__ bool is_used(const WriteArgs& args, i64 slot, i64 i, 
 }
 
 // Grid: a block for each buffer of each request, at least one for each buffer. While a chunk is walked, the one before
-// is finished and the one behind prepared.
+// is finished and the next one prepared.
 extern "C" __global__ void __launch_bounds__(kWriteWalkThreads)
     kvc_write_walk(const __grid_constant__ WriteArgs args) {
-  // Of two chunks in turn.
-  __shared__ ulonglong2 packed[2][kWalkRows][kWarpSize];
-  __shared__ int num_packed[2][kWalkRows];
-  __shared__ u64 last_positions[2][kWalkRows];  // of what is packed, if anything is
-  __shared__ u64 hashes[2][kWalkRows][kWarpSize + 1];
+  // Of two chunks in turn; skipped entries leave no gap.
+  __shared__ ulonglong2 packed[2][kWalkChunk];
+  __shared__ int num_packed[2];
+  __shared__ u64 hashes[2][kWalkChunk + 1];
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
-  const bool is_walker = warp == kWalkRows;
+  const bool is_of_walker = warp == kWalkRows;
   const unsigned num_buffers = static_cast<unsigned>(args.num_buffers);
   const i64 r = blockIdx.x / num_buffers;
   const CanaryBuffer& buffer = args.buffers[blockIdx.x % num_buffers];
-  const EntryRange range = begin_request(args, buffer, r, threadIdx.x == 0);
-  if (range.begin == range.end) return;
+  const Request request = begin_request(args, buffer, r, threadIdx.x == 0);
+  if (request.begin == request.end) return;
 
-  const auto prepare = [&](i64 first, int half) -> WalkRow {
+  const auto prepare = [&](i64 first, int half) -> WalkedEntry {
     const i64 i = first + threadIdx.x;
-    const Entry entry = load_entry(args, i, range.end);
-    const unsigned stored_lanes = __ballot_sync(kFullWarp, buffer.has_slot(entry.slot));
-    pack(entry, stored_lanes, lane, packed[half][warp]);
-    const u64 position = last_position(entry.position, stored_lanes, 0);
-    if (lane == 0) {
-      num_packed[half][warp] = __popc(stored_lanes);
-      last_positions[half][warp] = position;
+    const Entry entry = load_entry(args, i, request.end);
+    const ExpectedInput expected = load_expected_input(args, i, request.end);
+    unsigned stored_lanes = 0;
+    int place = 0;
+    int num_stored = 0;
+    // Each warp counts in all rows for itself: cheaper than a barrier more.
+#pragma unroll
+    for (int row = 0; row < kWalkRows; ++row) {
+      const i64 of_row = first + row * kWarpSize + lane;
+      const bool is_stored = of_row < request.end && buffer.has_slot(args.out_cache_loc[of_row]);
+      const unsigned lanes = __ballot_sync(kFullWarp, is_stored);
+      if (row < warp) place += __popc(lanes);
+      if (row == warp) stored_lanes = lanes;
+      num_stored += __popc(lanes);
     }
-    return {entry, load_expected_input(args, i, range.end), stored_lanes, 0, 0, false};
+    place += __popc(stored_lanes & lanes_before(lane));
+    if (stored_lanes >> lane & 1) pack(entry, packed[half][place]);
+    if (threadIdx.x == 0) num_packed[half] = num_stored;
+    return {entry, expected, stored_lanes, place, 0, 0, false};
   };
 
-  WalkRow finished = {no_entry(), no_expected_input(), 0, 0, 0, false};
-  WalkRow walked = finished;
+  WalkedEntry finished = {no_entry(), no_expected_input(), 0, 0, 0, 0, false};
+  WalkedEntry walked = finished;
   int half = 0;
-  if (!is_walker) walked = prepare(range.begin, half);
-  const ChainEnd seed = load_seed<SplitMixChain>(args, buffer, r, threadIdx.x == 0);
+  ChainEnd seed = {0, 0, false};
+  if (is_of_walker) {
+    seed = load_seed<SplitMixChain>(args, buffer, request.seed, lane == 0);
+  } else {
+    walked = prepare(request.begin, half);
+  }
+  __syncthreads();
+  // Its position, while the first chunk is walked. It may be of a slot that is stored: not before the next barrier.
+  if (!is_of_walker) seed = load_seed<SplitMixChain>(args, buffer, request.seed, false);
   u64 x = without_last_step(seed.hash);
   u64 position = seed.position;
   i64 num_stored = 0;
-  // Before it, the seed was loaded: it may be of a slot that is stored.
-  __syncthreads();
-  for (i64 first = range.begin; first < range.end + kWalkChunk; first += kWalkChunk) {
-    if (is_walker) {
-#pragma unroll 1
-      for (int row = 0; row < kWalkRows; ++row) {
-        x = walk(packed[half][row], num_packed[half][row], lane, x, hashes[half][row]);
-      }
-    } else {
-      const ChainEnd before = {
-          hash_before(hashes[half ^ 1][warp], finished.stored_lanes, lane),
-          last_position(finished.entry.position, finished.stored_lanes & lanes_before(lane), finished.position_before),
-          seed.checks_position};
-      finish_entry(buffer, finished.entry, finished.expected, before, finished.is_last, finished.real_kv_hash);
+  for (i64 first = request.begin; first < request.end + kWalkChunk; first += kWalkChunk) {
+    if (!is_of_walker) {
+      const u64 hash = last_step(hashes[half ^ 1][finished.place]);
+      finish_entry(buffer, finished.entry, finished.expected, {hash, finished.position_before, seed.checks_position},
+                   finished.is_last, finished.real_kv_hash);
       num_stored += __popc(finished.stored_lanes);
 
       finished = walked;
-      for (int row = 0; row < kWalkRows; ++row) {
-        if (row == warp) finished.position_before = position;
-        if (num_packed[half][row] != 0) position = last_positions[half][row];
-      }
+      const auto position_of = [&](int place) { return without_first_step(packed[half][place].y); };
+      finished.position_before = finished.place == 0 ? position : position_of(finished.place - 1);
+      if (num_packed[half] != 0) position = position_of(num_packed[half] - 1);
       const i64 slot = finished.entry.slot;
       if (buffer.has_slot(slot)) finished.real_kv_hash = buffer.hash_real_kv(slot);
+      const i64 next_row = first + (warp + 1) * kWarpSize;
       finished.is_last = is_last_in_warp(finished.entry, finished.stored_lanes, lane) &&
-                         !is_used(args, slot, first + (warp + 1) * kWarpSize, clamp(range.end, 0, first + kWalkChunk));
+                         !is_used(args, slot, next_row, min(request.end, first + kWalkChunk));
 
       walked = prepare(first + kWalkChunk, half ^ 1);
+    } else if (lane == 0) {
+      x = walk(packed[half], num_packed[half], x, hashes[half]);
     }
+    // Also, this chunk's entries are stored behind those of the chunk before: slots may be the same.
     __syncthreads();
     half ^= 1;
   }
-  if (lane == 0 && !is_walker) count(buffer.slot_run_counter, num_stored);
+  if (lane == 0 && !is_of_walker) count(buffer.slot_run_counter, num_stored);
 }
 
 // ---- the affine chain within a block, several entries a thread -------------------------------------------------
@@ -410,27 +422,30 @@ extern "C" __global__ void __launch_bounds__(kWriteWalkThreads)
 constexpr int kScanChunk = kWriteScanThreads * kWriteScanItems;
 constexpr int kScanWarps = kWriteScanThreads / kWarpSize;
 
-// Finds the last entry of each slot of a chunk: linear probing, a place for each slot. Entries are known by their index
-// in the chunk + 1; 0 is an empty place.
+// The last entry of each slot of a chunk: linear probing, a place for each slot. Entries are known by their index in
+// the chunk + 1; 0 is an empty place.
 struct SlotTable {
   static constexpr unsigned kSize = 2 * kScanChunk;
   const unsigned* slots;  // of the entries
   unsigned* last_entries;
 
-  static __device__ __forceinline__ unsigned next(unsigned place) { return place + 1 == kSize ? 0 : place + 1; }
+  static __device__ __forceinline__ unsigned first_place(unsigned slot) {
+    return static_cast<unsigned>(static_cast<u64>(slot * 0x9E3779B1u) * kSize >> 32);
+  }
 
-  // The place of an entry's slot, for `is_last` after a barrier.
-  __device__ __forceinline__ unsigned insert(unsigned i) const {
-    const unsigned slot = slots[i];
-    unsigned place = static_cast<unsigned>(static_cast<u64>(slot * 0x9E3779B1u) * kSize >> 32);
-    while (true) {
-      const unsigned found = atomicCAS(&last_entries[place], 0u, i + 1);
-      if (found == 0) return place;
-      // Whichever entry of its slot is found there: the place is of the same slot for good.
-      if (slots[found - 1] == slot) break;
-      place = next(place);
+  // Takes the place if it is empty; returns the entry that was there before.
+  __device__ __forceinline__ unsigned take(unsigned i, unsigned place) const {
+    return atomicCAS(&last_entries[place], 0u, i + 1);
+  }
+
+  // From the first place, where `found` was: the place of the entry's slot, which then holds the entry or a later one.
+  __device__ __forceinline__ unsigned insert(unsigned i, unsigned place, unsigned found) const {
+    // The entry that is found may change, the slot of a place that is taken does not.
+    while (found != 0 && slots[found - 1] != slots[i]) {
+      place = place + 1 == kSize ? 0 : place + 1;
+      found = take(i, place);
     }
-    atomicMax(&last_entries[place], i + 1);
+    if (found != 0) atomicMax(&last_entries[place], i + 1);
     return place;
   }
 
@@ -457,14 +472,14 @@ extern "C" __global__ void __launch_bounds__(kWriteScanThreads)
   const unsigned num_buffers = static_cast<unsigned>(args.num_buffers);
   const i64 r = blockIdx.x / num_buffers;
   const CanaryBuffer& buffer = args.buffers[blockIdx.x % num_buffers];
-  const EntryRange range = begin_request(args, buffer, r, threadIdx.x == 0);
-  if (range.begin == range.end) return;
+  const Request request = begin_request(args, buffer, r, threadIdx.x == 0);
+  if (request.begin == request.end) return;
   Entry next[kWriteScanItems];
 #pragma unroll
-  for (int k = 0; k < kWriteScanItems; ++k) next[k] = load_entry(args, range.begin + own + k, range.end);
-  ChainEnd end = load_seed<AffineChain>(args, buffer, r, threadIdx.x == 0);
+  for (int k = 0; k < kWriteScanItems; ++k) next[k] = load_entry(args, request.begin + own + k, request.end);
+  ChainEnd end = load_seed<AffineChain>(args, buffer, request.seed, threadIdx.x == 0);
   i64 num_stored = 0;
-  for (i64 first = range.begin; first < range.end; first += kScanChunk) {
+  for (i64 first = request.begin; first < request.end; first += kScanChunk) {
     Entry entries[kWriteScanItems];
     for (unsigned place = threadIdx.x; place < SlotTable::kSize; place += kWriteScanThreads) last_entries[place] = 0;
 #pragma unroll
@@ -476,25 +491,32 @@ extern "C" __global__ void __launch_bounds__(kWriteScanThreads)
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kWriteScanItems; ++k) {
-      next[k] = load_entry(args, first + kScanChunk + own + k, range.end);
+      next[k] = load_entry(args, first + kScanChunk + own + k, request.end);
     }
+    unsigned places[kWriteScanItems];
+    unsigned found[kWriteScanItems];
+    // All at once: they take a while.
+#pragma unroll
+    for (int k = 0; k < kWriteScanItems; ++k) {
+      places[k] = SlotTable::first_place(static_cast<unsigned>(entries[k].slot));
+      found[k] = buffer.has_slot(entries[k].slot) ? table.take(own + k, places[k]) : 0;
+    }
+    u64 addends[kWriteScanItems];
     AffineMap map = {1, 0};
     u64 position = 0;
     bool has_position = false;
-    u64 addends[kWriteScanItems];
-    unsigned places[kWriteScanItems];
 #pragma unroll
     for (int k = 0; k < kWriteScanItems; ++k) {
-      const Entry& entry = entries[k];
-      const bool has_slot = buffer.has_slot(entry.slot);
+      const bool has_slot = buffer.has_slot(entries[k].slot);
       num_stored += __popc(__ballot_sync(kFullWarp, has_slot));
-      addends[k] = AffineChain::addend(entry.token, entry.position);
-      places[k] = has_slot ? table.insert(own + k) : 0;
+      addends[k] = AffineChain::addend(entries[k].token, entries[k].position);
       if (!has_slot) continue;
       map = map.then({kAffineMultiplier, addends[k]});
-      position = entry.position;
+      position = entries[k].position;
       has_position = true;
     }
+#pragma unroll
+    for (int k = 0; k < kWriteScanItems; ++k) places[k] = table.insert(own + k, places[k], found[k]);
     const MapScan<kWarpSize> scan(map, lane);
     const unsigned lanes = __ballot_sync(kFullWarp, has_position);
     const u64 position_of_warp = last_position(position, lanes, 0);
@@ -518,7 +540,8 @@ extern "C" __global__ void __launch_bounds__(kWriteScanThreads)
       const bool has_slot = buffer.has_slot(entry.slot);
       const bool is_last = has_slot && table.is_last(own + k, places[k]);
       const u64 real_kv_hash = is_last ? buffer.hash_real_kv(entry.slot) : 0;
-      finish_entry(buffer, entry, load_expected_input(args, first + own + k, range.end), before, is_last, real_kv_hash);
+      const ExpectedInput expected = load_expected_input(args, first + own + k, request.end);
+      finish_entry(buffer, entry, expected, before, is_last, real_kv_hash);
       if (!has_slot) continue;
       before.hash = kAffineMultiplier * before.hash + addends[k];
       before.position = entry.position;

@@ -34,7 +34,7 @@ def launch_canary_plan_kernels(
     req_to_verify_expected_tokens: Any | None,
     req_to_verify_expected_tokens_valid_lens: Any | None,
     kv_token_id_vs_position_offset: int,
-    bs: int | None = None,
+    bs: Any | None = None,
     bs_block_size: int = PLAN_BS_BLOCK_SIZE,
     verify_offsets_scratch: Any | None = None,
     out_status: Any | None = None,
@@ -143,8 +143,8 @@ def _scratch_of(plan: WritePlan, views: dict[str, ArrayView], stream: Any) -> An
     if _SCRATCH not in cached:
         write_offsets = views["out_write_offsets"]
         backend = BACKENDS[write_offsets.device.type]
-        on_stream = backend.callers_stream(list(views.values()), stream)
-        cached[_SCRATCH] = backend.allocate_zeros(write_offsets.size, "int64", write_offsets.device, on_stream)
+        with backend.callers_stream(list(views.values()), stream) as on_stream:
+            cached[_SCRATCH] = backend.allocate_zeros(write_offsets.size, "int64", write_offsets.device, on_stream)
     return cached[_SCRATCH]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import ArrayView, view_arrays
+from ..arrays import ArrayView, is_array, view_array, view_arrays
 from ..catalogue import error
 from ..checks import (
     INT32,
@@ -19,6 +19,7 @@ from ..checks import (
     check_length,
     check_length_at_least,
     check_non_negative,
+    check_one_int32,
     check_positive,
     check_rank,
     check_window,
@@ -53,6 +54,7 @@ PLAN_ENTRIES_ARGS = np.dtype(
         ("out_verify_prev_slot_indices", np.uint64),
         ("out_write_offsets", np.uint64),
         ("out_status", np.uint64),
+        ("bs_on_device", np.uint64),
         ("bs", np.int64),
         ("lut_len", np.int64),
         ("swa_window_size", np.int64),
@@ -90,7 +92,7 @@ def launch_plan_entries_kernel(
     out_verify_prev_slot_indices: Any,
     kv_token_id_vs_position_offset: int,
     swa_window_size: int,
-    bs: int | None = None,
+    bs: Any | None = None,
     out_status: Any | None = None,
     stream: Any | None = None,
 ) -> Call:
@@ -186,7 +188,7 @@ def check_arguments(
     views: dict[str, ArrayView],
     paged: PageTableView | None,
     *,
-    bs: int | None,
+    bs: Any | None,
     kv_token_id_vs_position_offset: int,
     swa_window_size: int,
 ) -> dict[str, Any]:
@@ -199,7 +201,11 @@ def check_arguments(
             check_contiguous(name, view)
         check_dtype(name, view, INT32 if name in _INT32_ARRAYS else INT64)
     bs_is_given = bs is not None
-    bs = check_int("bs", bs) if bs_is_given else views["req_pool_indices"].size
+    bs_on_device = view_array("bs", bs) if is_array(bs) else None
+    if bs_on_device is not None:
+        check_one_int32("bs", bs_on_device)
+    has_number = bs_is_given and bs_on_device is None
+    bs = check_int("bs", bs) if has_number else views["req_pool_indices"].size
     check_non_negative("bs", bs)
     check_fits_int32("bs", bs)
     swa_window_size = check_window("swa_window_size", swa_window_size)
@@ -232,6 +238,7 @@ def check_arguments(
         "kv_token_id_vs_position_offset": offset,
         "swa_window_size": swa_window_size,
         "bs": bs,
+        "bs_on_device": bs_on_device,
     }
 
 
@@ -253,6 +260,7 @@ def _launches(
     kv_token_id_vs_position_offset: int,
     swa_window_size: int,
     bs: int,
+    bs_on_device: ArrayView | None,
     out_status: ArrayView | None,
 ) -> list[Launch]:
     mapping = full_to_swa_index_mapping
@@ -274,6 +282,7 @@ def _launches(
             out_verify_prev_slot_indices.pointer,
             0 if out_write_offsets is None else out_write_offsets.pointer,
             0 if out_status is None else out_status.pointer,
+            0 if bs_on_device is None else bs_on_device.pointer,
             bs,
             0 if mapping is None else mapping.size,
             swa_window_size,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import ArrayView, view_arrays
+from ..arrays import CPU, ArrayView, is_array, view_array, view_arrays
 from ..catalogue import error
 from ..checks import (
     INT32,
@@ -21,6 +23,7 @@ from ..checks import (
     check_length,
     check_length_at_least,
     check_non_negative,
+    check_one_int32,
     check_positive,
     check_rank,
     check_window,
@@ -36,6 +39,7 @@ from ..constants import (
 )
 from ..launch import BACKENDS, Call, Launch, Operation, ceil_div, checked_call, run
 from ..launcher import Launcher
+from ..libraries import library_of_results
 from ..page_tables import (
     PAGE_TABLE_ARGS,
     PageTableView,
@@ -45,6 +49,9 @@ from ..page_tables import (
     view_slot_table,
 )
 from ..reference.plan_offsets import plan_offsets as reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PLAN_OFFSETS_ARGS = np.dtype(
     [
@@ -64,6 +71,7 @@ PLAN_OFFSETS_ARGS = np.dtype(
         ("out_verify_enable", np.uint64),
         ("out_write_num_valid_reqs", np.uint64),
         ("out_status", np.uint64),
+        ("bs_on_device", np.uint64),
         ("bs", np.int64),
         ("lut_len", np.int64),
         ("swa_window_size", np.int64),
@@ -93,7 +101,7 @@ class OffsetsTotals(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OffsetsPlan:
-    """Result of `plan_offsets`: NumPy arrays for CPU inputs, CuPy arrays for CUDA inputs. All export `__dlpack__`."""
+    """Result of `plan_offsets`: arrays of one library (see its `like`). All export `__dlpack__`."""
 
     verify_offsets: Any
     """int64[bs + 1]: exclusive prefix sum of the verify lengths, then their total."""
@@ -128,7 +136,7 @@ class OffsetsPlan:
 
     def __repr__(self) -> str:
         # Values are shown only where reading them waits for nothing.
-        on_host = isinstance(self.verify_offsets, np.ndarray)
+        on_host = view_array("verify_offsets", self.verify_offsets).device == CPU
         shown = repr(self.totals()) if on_host else f"num_requests={self.num_requests}, on CUDA: see totals()"
         return f"OffsetsPlan({shown.removeprefix('OffsetsTotals(').removesuffix(')')})"
 
@@ -169,7 +177,7 @@ def launch_plan_offsets_kernel(
     out_write_num_valid_reqs: Any,
     swa_window_size: int,
     verify_capacity: int,
-    bs: int | None = None,
+    bs: Any | None = None,
     bs_block_size: int = PLAN_BS_BLOCK_SIZE,
     out_status: Any | None = None,
     stream: Any | None = None,
@@ -198,7 +206,8 @@ def launch_plan_offsets_kernel(
     out_write_num_valid_reqs : int32[1], device, written: bs.
     swa_window_size : tokens that a sliding-window group still reads; 0 for full attention.
     verify_capacity : entries that the verify plan can hold, at most 2^31 - 1.
-    bs : requests of the batch; None for the length of req_pool_indices.
+    bs : requests of the batch; None for the length of req_pool_indices. An int32[1] array on the device is read by each
+        run, graph replays included, and cut to [0, length of req_pool_indices].
     bs_block_size : largest batch that is accepted. A batch of any size is planned exactly.
     out_status : int32[1] or None, device; or-ed with `StatusBit`s.
     stream : None (the arrays' library's current stream), an int handle, or a CuPy, torch or `__cuda_stream__` stream.
@@ -253,6 +262,7 @@ def plan_offsets(
     full_to_swa_index_mapping: Any | None = None,
     verify_capacity: int | None = None,
     write_req_capacity: int | None = None,
+    like: Any | None = None,
     stream: Any | None = None,
 ) -> OffsetsPlan:
     """Plan offsets of a batch of any size into new arrays.
@@ -268,12 +278,15 @@ def plan_offsets(
     full_to_swa_index_mapping : int32 or int64 [lut_len], contiguous, or None.
     verify_capacity : entries that the verify plan can hold; None for the most that an int32 can count.
     write_req_capacity : requests that the write outputs have room for; None for bs.
+    like : library of the results: `"numpy"`, `"cupy"`, `"torch"`, `"jax"`, or an array of it. None for that of
+        req_pool_indices; NumPy (CPU) or CuPy (CUDA) if that is a list or of another library.
     stream : as in the launcher.
 
     Returns
     -------
     OffsetsPlan
-        NumPy arrays if the inputs are on the CPU, CuPy arrays on the inputs' device if they are on CUDA.
+        Arrays on the inputs' device. torch's and JAX's share the memory that was computed into, JAX's are int64 outside
+        of its 64-bit mode too. They may be used on their library's current stream.
 
     Raises
     ------
@@ -301,44 +314,32 @@ def plan_offsets(
     capacity = bs if write_req_capacity is None else check_int("write_req_capacity", write_req_capacity)
     check_non_negative("write_req_capacity", capacity)
 
-    # Two buffers, cut into the outputs: two allocations and two fills instead of seven.
     device = views["req_pool_indices"].device
+    library = library_of_results(like, req_pool_indices, device.type)
     backend = BACKENDS[device.type]
-    stream = backend.callers_stream(list(views.values()), stream)
-    offsets = backend.allocate_zeros((bs + 1) + (capacity + 1) + capacity, "int64", device, stream)
-    scalars = backend.allocate_zeros(4, "int32", device, stream)
-    plan = OffsetsPlan(
-        verify_offsets=offsets[: bs + 1],
-        write_offsets=offsets[bs + 1 : bs + capacity + 2],
-        write_seed_slot_indices=offsets[bs + capacity + 2 :],
-        verify_num_valid=scalars[0:1],
-        verify_enable=scalars[1:2],
-        write_num_valid_reqs=scalars[2:3],
-        status=scalars[3:4],
-    )
-    views |= view_arrays(
-        {
-            "out_verify_offsets_scratch": plan.verify_offsets,
-            "out_write_offsets": plan.write_offsets,
-            "out_write_seed_slot_indices": plan.write_seed_slot_indices,
-            "out_verify_num_valid": plan.verify_num_valid,
-            "out_verify_enable": plan.verify_enable,
-            "out_write_num_valid_reqs": plan.write_num_valid_reqs,
-            "out_status": plan.status,
-        },
-        optional=(),
-    )
-    arguments = check_arguments(
-        views,
-        paged,
-        bs=None,
-        bs_block_size=bs,
-        swa_window_size=swa_window_size,
-        verify_capacity=INT32_MAX if verify_capacity is None else verify_capacity,
-    )
-    run(checked_call(OPERATION, arguments, stream))
-    backend.hand_over(device, stream)
-    return plan
+    with backend.callers_stream(list(views.values()), stream) as on_stream:
+        # Two buffers, cut into the outputs: two allocations and two fills instead of seven.
+        lengths = {
+            "out_verify_offsets_scratch": bs + 1,
+            "out_write_offsets": capacity + 1,
+            "out_write_seed_slot_indices": capacity,
+        }
+        allocate = functools.partial(backend.allocate_zeros, device=device, stream=on_stream)
+        outputs = _cut(functools.partial(allocate, dtype="int64"), 8, lengths)
+        outputs |= _cut(functools.partial(allocate, dtype="int32"), 4, dict.fromkeys(_ONE_ELEMENT_OUTPUTS, 1))
+        views |= view_arrays(outputs, optional=())
+        arguments = check_arguments(
+            views,
+            paged,
+            bs=None,
+            bs_block_size=bs,
+            swa_window_size=swa_window_size,
+            verify_capacity=INT32_MAX if verify_capacity is None else verify_capacity,
+        )
+        run(checked_call(OPERATION, arguments, on_stream))
+        results = backend.share(list(outputs.values()), library, device, on_stream)
+    names = (name.removeprefix("out_").removesuffix("_scratch") for name in outputs)
+    return OffsetsPlan(**dict(zip(names, results, strict=True)))
 
 
 _INT32_ARRAYS = frozenset(
@@ -346,6 +347,14 @@ _INT32_ARRAYS = frozenset(
 )
 _ONE_ELEMENT_OUTPUTS = ("out_verify_num_valid", "out_verify_enable", "out_write_num_valid_reqs", "out_status")
 OPTIONAL_ARRAYS = ("full_to_swa_index_mapping", "out_status")
+
+
+def _cut(allocate: Callable[[int], Any], itemsize: int, lengths: dict[str, int]) -> dict[str, Any]:
+    """One array, cut into parts of these lengths that start at multiples of 64 bytes: JAX shares no other memory."""
+    unit = 64 // itemsize
+    starts = [0, *accumulate(ceil_div(length, unit) * unit for length in lengths.values())]
+    whole = allocate(starts[-1])
+    return {name: whole[start : start + length] for start, (name, length) in zip(starts, lengths.items(), strict=False)}
 
 
 def _array_of_list(value: Any) -> Any:
@@ -367,7 +376,7 @@ def check_arguments(
     views: dict[str, ArrayView],
     paged: PageTableView | None,
     *,
-    bs: int | None,
+    bs: Any | None,
     bs_block_size: int,
     swa_window_size: int,
     verify_capacity: int,
@@ -378,7 +387,11 @@ def check_arguments(
     The scratch is at least `scratch_length` long, None for bs_block_size + 1.
     """
     bs_is_given = bs is not None
-    bs = check_int("bs", bs) if bs_is_given else views["req_pool_indices"].size
+    bs_on_device = view_array("bs", bs) if is_array(bs) else None
+    if bs_on_device is not None:
+        check_one_int32("bs", bs_on_device)
+    has_number = bs_is_given and bs_on_device is None
+    bs = check_int("bs", bs) if has_number else views["req_pool_indices"].size
     bs_block_size = check_int("bs_block_size", bs_block_size)
     swa_window_size = check_int("swa_window_size", swa_window_size)
     verify_capacity = check_int("verify_capacity", verify_capacity)
@@ -425,6 +438,7 @@ def check_arguments(
         "swa_window_size": swa_window_size,
         "verify_capacity": verify_capacity,
         "bs": bs,
+        "bs_on_device": bs_on_device,
     }
 
 
@@ -444,6 +458,7 @@ def _launches(
     swa_window_size: int,
     verify_capacity: int,
     bs: int,
+    bs_on_device: ArrayView | None,
     out_status: ArrayView | None,
 ) -> list[Launch]:
     mapping = full_to_swa_index_mapping
@@ -461,6 +476,7 @@ def _launches(
             out_verify_enable.pointer,
             out_write_num_valid_reqs.pointer,
             out_status.pointer if out_status is not None else 0,
+            bs_on_device.pointer if bs_on_device is not None else 0,
             bs,
             mapping.size if mapping is not None else 0,
             swa_window_size,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import ArrayView, view_array
+from ..arrays import ArrayView, is_array, view_array
 from ..buffers import (
     BUFFERS_ARGS,
     WRITTEN_BY_LAUNCHES,
@@ -33,6 +33,7 @@ from ..checks import (
     check_length,
     check_length_at_least,
     check_non_negative,
+    check_one_int32,
     check_padding_slot,
     check_rank,
     check_window,
@@ -89,6 +90,7 @@ VERIFY_BATCH_ARGS = np.dtype(
         ("expected_valid_lens", np.uint64),
         ("expected_valid_lens_is_int64", np.int64),
         ("out_status", np.uint64),
+        ("bs_on_device", np.uint64),
         ("bs", np.int64),
         ("lut_len", np.int64),
         ("swa_window_size", np.int64),
@@ -195,7 +197,7 @@ def launch_canary_verify_batch_kernel(
     swa_window_size: int,
     verify_capacity: int,
     check_verify_expected_token: bool,
-    bs: int | None = None,
+    bs: Any | None = None,
     padding_slot: int | None = 0,
     check_holes: bool = False,
     chain: Chain = "splitmix64",
@@ -220,7 +222,8 @@ def launch_canary_verify_batch_kernel(
     kv_token_id_vs_position_offset : expected token of a position p is the pool's at p plus this.
     swa_window_size : tokens that a sliding-window group still reads; 0 for full attention.
     verify_capacity : as in the offsets plan; no more entries are looked at.
-    bs : requests of the batch; None for the length of req_pool_indices.
+    bs : requests of the batch; None for the length of req_pool_indices; an int32[1] array as in
+        `launch_plan_offsets_kernel`.
     out_status : int32[1] or None, device; or-ed with `StatusBit`s.
     check_verify_expected_token, padding_slot, check_holes, chain, stream : as in `launch_canary_verify_kernel`.
 
@@ -269,7 +272,12 @@ def launch_canary_verify_batch_kernel(
     capacity = check_int("verify_capacity", verify_capacity)
     check_non_negative("verify_capacity", capacity)
     check_fits_int32("verify_capacity", capacity)
-    num_requests = views["req_pool_indices"].size if bs is None else check_int("bs", bs)
+    bs_on_device = view_array("bs", bs) if is_array(bs) else None
+    if bs_on_device is not None:
+        check_one_int32("bs", bs_on_device)
+        views["bs_on_device"] = bs_on_device
+    has_number = bs is not None and bs_on_device is None
+    num_requests = check_int("bs", bs) if has_number else views["req_pool_indices"].size
     check_non_negative("bs", num_requests)
     check_fits_int32("bs", num_requests)
     for name in ("req_pool_indices", "prefix_lens", "req_to_verify_expected_tokens_valid_lens"):
@@ -292,6 +300,7 @@ def launch_canary_verify_batch_kernel(
         "swa_window_size": window,
         "verify_capacity": capacity,
         "bs": num_requests,
+        "bs_on_device": bs_on_device,
         **options,
     }
     return Call(VERIFY_BATCH, arguments, stream)
@@ -391,6 +400,7 @@ def _verify_batch_launches(
     swa_window_size: int,
     verify_capacity: int,
     bs: int,
+    bs_on_device: ArrayView | None,
     check_verify_expected_token: bool,
     padding_slot: int,
     check_holes: bool,
@@ -412,6 +422,7 @@ def _verify_batch_launches(
             0 if pool is None else pool.pointer,
             *index_array_args(req_to_verify_expected_tokens_valid_lens),
             0 if out_status is None else out_status.pointer,
+            0 if bs_on_device is None else bs_on_device.pointer,
             bs,
             0 if full_to_swa_index_mapping is None else full_to_swa_index_mapping.size,
             swa_window_size,

@@ -158,8 +158,8 @@ def launch_canary_write_kernel(
     check_memory(buffers, views, ["out_status"] if out_status is not None else [])
     arguments: dict[str, Any] = dict.fromkeys((*expected, "out_status"))
     arguments |= {"buffers": buffers, **views, "padding_slot": slot, "chain": chain}
-    return Call(OPERATION, arguments, stream)
     remember_chain(buffers, chain)
+    return Call(OPERATION, arguments, stream)
 
 
 _PLAN = ("write_offsets", "write_seed_slot_indices", "write_num_valid_reqs")
@@ -223,7 +223,7 @@ class _Kernels:
 
 _KERNELS: dict[Chain, _Kernels] = {
     "splitmix64": _Kernels("kvc_write", "kvc_write_walk", WRITE_WALK_THREADS, 924, 64),
-    "affine": _Kernels("kvc_write_affine", "kvc_write_affine_scan", WRITE_SCAN_THREADS, 132, 256),
+    "affine": _Kernels("kvc_write_affine", "kvc_write_affine_scan", WRITE_SCAN_THREADS, 132, 128),
 }
 
 OPERATION = Operation(reference, _launches, WRITTEN_BY_LAUNCHES | {"out_status"})

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
 
 
+def batch_size(bs: int, bs_on_device: NDArray[np.int32] | None) -> int:
+    """Requests of the batch: a number of the launch, or one that is read at each run."""
+    return bs if bs_on_device is None else int(np.clip(bs_on_device[0], 0, bs))
+
+
 class ReadRanges(NamedTuple):
     """What each request reads: positions [window_start, prefix_len) of its row; nothing where it is not active."""
 

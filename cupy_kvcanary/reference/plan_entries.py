@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .page_table import map_to_swa, read_ranges, slots
+from .page_table import batch_size, map_to_swa, read_ranges, slots
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,9 +34,11 @@ def plan_entries(
     kv_token_id_vs_position_offset: int,
     swa_window_size: int,
     bs: int,
+    bs_on_device: NDArray[np.int32] | None,
     out_status: NDArray[np.int32] | None,
 ) -> None:
     """Same arguments, results and bytes as the kernel. Arguments were checked by the launcher."""
+    bs = batch_size(bs, bs_on_device)
     if out_write_offsets is not None:
         out_write_offsets[bs + 1 :] = 0
     if bs == 0 or verify_enable[0] == 0:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .page_table import map_to_swa, read_ranges, slots
+from .page_table import batch_size, map_to_swa, read_ranges, slots
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,9 +30,11 @@ def plan_offsets(
     swa_window_size: int,
     verify_capacity: int,
     bs: int,
+    bs_on_device: NDArray[np.int32] | None,
     out_status: NDArray[np.int32] | None,
 ) -> None:
     """Same arguments, results and bytes as the kernel. Arguments were checked by the launcher."""
+    bs = batch_size(bs, bs_on_device)
     ranges = read_ranges(page_table, req_pool_indices[:bs], prefix_lens[:bs], swa_window_size)
     write_lens = np.where(ranges.is_active, np.maximum(extend_seq_lens[:bs], 0), 0).astype(np.int64)
     seeds = np.full(bs, -1, np.int64)

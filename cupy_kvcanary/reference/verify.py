@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..constants import FailReason
-from .page_table import map_to_swa, read_ranges, slots
+from .page_table import batch_size, map_to_swa, read_ranges, slots
 from .records import anchor_hash, append_violations, hash_real_kv, link, records
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def verify_batch(
     swa_window_size: int,
     verify_capacity: int,
     bs: int,
+    bs_on_device: NDArray[np.int32] | None,
     check_verify_expected_token: bool,
     padding_slot: int,
     check_holes: bool,
@@ -74,6 +75,7 @@ def verify_batch(
     out_status: NDArray[np.int32] | None,
 ) -> None:
     """Same arguments, results and bytes as the kernel, but for the order of violations."""
+    bs = batch_size(bs, bs_on_device)
     num_entries = int(np.clip(verify_num_valid[0], 0, verify_capacity)) if verify_enable[0] and bs else 0
     t = np.arange(num_entries)
     offsets = verify_offsets_scratch

@@ -140,6 +140,7 @@ def verify_batch(backend: ArrayBackend, buffers: Sequence[HostBuffer], batch: Ba
     bs = len(batch.rows)
     array = backend.array
     capacity = options.pop("verify_capacity", 10**6)
+    said_bs = options.pop("bs_on_device", None)
     shared = {
         "req_pool_indices": array(np.array(batch.rows, np.int64)),
         "prefix_lens": array(np.array(batch.prefix_lens, np.int64)),
@@ -148,6 +149,7 @@ def verify_batch(backend: ArrayBackend, buffers: Sequence[HostBuffer], batch: Ba
         "swa_window_size": batch.window,
         "verify_capacity": capacity,
         "out_status": array(np.zeros(1, np.int32)),
+        "bs": None if said_bs is None else array(np.array([said_bs], np.int32)),
     }
     scratch = array(np.zeros(bs + 1, np.int64))
     num_valid, enable = array(np.zeros(1, np.int32)), array(np.zeros(1, np.int32))

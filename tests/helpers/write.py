@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 
+from cupy_kvcanary.constants import WRITE_SCAN_ITEMS, WRITE_SCAN_THREADS
 from cupy_kvcanary.ops import write as write_op
 from cupy_kvcanary.ops.write import launch_canary_write_kernel
 from cupy_kvcanary.types import WritePlan
@@ -56,6 +57,12 @@ def one_request(slots: Any, first_position: int = 0, seed: int = -1, tokens: Any
     n = len(slots)
     tokens = range(11, 11 + n) if tokens is None else tokens
     return make_arguments([0, n], [seed], tokens, range(first_position, first_position + n), slots)
+
+
+def slots_of_the_last_place(num_slots: int) -> list[int]:
+    """Slots that all belong into the last place of the affine scan's table of slots."""
+    size = 2 * WRITE_SCAN_THREADS * WRITE_SCAN_ITEMS
+    return [slot for slot in range(num_slots) if (slot * 0x9E3779B1 % 2**32 * size) >> 32 == size - 1]
 
 
 def write(

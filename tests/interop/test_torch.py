@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from cupy_kvcanary import (
 from cupy_kvcanary.arrays import view_array
 from tests.helpers.backends import require_gpu
 from tests.helpers.buffers import HostBuffer, HostSource
+from tests.helpers.interop import NUMPY, buffer_with_kv, converted, entries
 from tests.helpers.plan_offsets import OUTPUTS, expected_outputs, make_arguments
+from tests.helpers.verify import make_plan
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -54,11 +57,24 @@ def test_results_are_shared_with_torch(device: str) -> None:
         require_gpu()
     arguments = make_batch()
     names = ("req_pool_indices", "prefix_lens", "extend_seq_lens", "req_to_token")
-    plan = plan_offsets(*(torch.from_numpy(arguments[name]).to(device) for name in names))
+    inputs = [torch.from_numpy(arguments[name]).to(device) for name in names]
+    plan = plan_offsets(*inputs, like="numpy" if device == "cpu" else "cupy")
     offsets = torch.from_dlpack(plan.write_offsets)
     expected = expected_outputs(arguments)["out_write_offsets"]
     np.testing.assert_array_equal(offsets.cpu().numpy(), expected)
-    assert view_array("a", offsets).pointer == view_array("a", plan.write_offsets).pointer
+    assert offsets.data_ptr() == view_array("a", plan.write_offsets).pointer
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_are_tensors_on_the_inputs_device(device: str) -> None:
+    if device == "cuda":
+        require_gpu()
+    arguments = make_batch()
+    names = ("req_pool_indices", "prefix_lens", "extend_seq_lens", "req_to_token")
+    plan = plan_offsets(*(torch.from_numpy(arguments[name]).to(device) for name in names))
+    assert isinstance(plan.write_offsets, torch.Tensor)
+    assert (plan.write_offsets.device.type, plan.write_offsets.dtype) == (device, torch.int64)
+    np.testing.assert_array_equal(plan.write_offsets.cpu().numpy(), expected_outputs(arguments)["out_write_offsets"])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -125,7 +141,7 @@ def test_the_launch_goes_on_torchs_current_stream() -> None:
                 tensors["req_to_token"],
                 swa_window_size=11,
             )
-            total = torch.from_dlpack(plan.verify_offsets)[-1].clone()
+            total = plan.verify_offsets[-1].clone()
             side.synchronize()
             np.testing.assert_array_equal(read.cpu().numpy(), expected["out_verify_offsets_scratch"])
             assert int(total) == int(read[20])
@@ -157,6 +173,43 @@ def test_a_tensor_that_requires_grad_is_refused() -> None:
         plan_offsets([1], torch.ones(1, requires_grad=True), [1], [[0, 1]])
 
 
+@pytest.mark.parametrize("name", ["prefix_lens", "out_write_offsets"])
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(20, device="meta"), "must be on a CPU or CUDA device, got meta"),
+        (torch.zeros(20, dtype=torch.int64).to_sparse(), "must be an array"),
+        (torch.zeros(20).requires_grad_(), "must not require grad"),
+        (torch.zeros(20, dtype=torch.bfloat16), "must have dtype int64, got bfloat16"),
+        (torch.zeros(41, dtype=torch.int64)[::2], "must be contiguous"),
+    ],
+)
+def test_a_tensor_of_another_kind_is_refused_by_name(name: str, tensor: Any, message: str) -> None:
+    arguments, _ = converted(make_batch(), torch.from_numpy)
+    with pytest.raises(KvCanaryError, match=f"{name} {message}"):
+        launch_plan_offsets_kernel(**arguments | {name: tensor})
+
+
+def test_odd_strides_of_single_rows_do_not_matter() -> None:
+    table = torch.as_strided(torch.arange(8, dtype=torch.int32), (1, 8), (999, 1))
+    one = torch.as_strided(torch.ones(1, dtype=torch.int64), (1,), (7,))
+    assert plan_offsets(one - 1, one, one, table).totals().verify_entries == 0
+    assert view_array("a", one).is_contiguous
+    assert view_array("a", table).row_stride == 8
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"])
+def test_a_kv_cache_of_any_dtype_is_verified_as_bytes(dtype: str) -> None:
+    buffer, kv = buffer_with_kv()
+    cache = torch.from_numpy(kv).view(getattr(torch, dtype))
+    buffer.sources = [HostSource(cache, 1, 64, 64)]
+    context = buffer.on_device(NUMPY)
+    for violations in (0, 1):
+        launch_canary_verify_kernel(context=context, plan=make_plan(NUMPY, entries()), check_verify_expected_token=True)
+        assert context.violation_write_index.tolist() == [violations]
+        kv[3, 5] ^= 1
+
+
 def test_strided_tensors_are_refused_or_right() -> None:
     ones, table = torch.ones(4, dtype=torch.int64), torch.arange(40, dtype=torch.int32).reshape(4, 10)
     with pytest.raises(KvCanaryError, match="prefix_lens must be contiguous"):
@@ -169,7 +222,7 @@ def test_strided_tensors_are_refused_or_right() -> None:
 
 @pytest.mark.gpu
 def test_repeated_calls_take_other_tensors_and_still_check_them() -> None:
-    """A form of call that was checked before is launched by a template: other addresses, the same results and errors."""
+    """A form of call that was checked is launched by a template: other addresses, the same results and errors."""
     require_gpu()
     for seed in range(4):
         arguments = make_batch() | {"prefix_lens": np.random.default_rng(seed).integers(0, 31, 20)}

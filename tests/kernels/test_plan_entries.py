@@ -192,6 +192,15 @@ def test_a_smaller_bs_leaves_the_rest_of_static_buffers_alone(backend: ArrayBack
     assert arguments["write_plan_out"].write_seed_slot_indices.tolist() == [11, 21, FILL, FILL, FILL, FILL]
 
 
+@pytest.mark.parametrize(("said", "planned"), [(2, 2), (0, 0), (9, 4), (-1, 0)])
+def test_a_batch_size_in_device_memory(backend: ArrayBackend, said: int, planned: int) -> None:
+    batch = ([2, 4, 2, 4], [5, 2, 1, 1], [1, 1, 1, 1], TABLE)
+    expected = expected_plan(make_plan_arguments(*batch, write_req_capacity=6, bs=planned))
+    outputs = run(backend, make_plan_arguments(*batch, write_req_capacity=6, bs=np.array([said], np.int32)))
+    for name, value in expected.items():
+        np.testing.assert_array_equal(outputs[name], value, err_msg=name)
+
+
 def test_an_empty_batch(backend: ArrayBackend) -> None:
     assert_as_contract(backend, make_plan_arguments([], [], [], TABLE, write_req_capacity=300, capacity=0))
     assert_as_contract(backend, make_plan_arguments([], [], [], TABLE, write_req_capacity=0))

@@ -244,3 +244,18 @@ def test_plan_offsets_takes_a_table_with_strided_rows(backend: ArrayBackend) -> 
     rows = backend.array(wide)[::2]
     plan = plan_offsets(*(backend.array(np.array([v])) for v in (2, 16, 1)), rows)
     assert backend.to_numpy(plan.write_seed_slot_indices).tolist() == [wide[4, 15]]
+
+
+@pytest.mark.parametrize(("said", "planned"), [(3, 3), (0, 0), (600, 600), (601, 600), (-4, 0), (2**31 - 1, 600)])
+@pytest.mark.parametrize("three_launches", [False, True])
+def test_a_batch_size_in_device_memory(
+    backend: ArrayBackend, monkeypatch: pytest.MonkeyPatch, said: int, planned: int, three_launches: bool
+) -> None:
+    """It is read by the kernels, and cut to what the arrays hold; the outputs behind the batch stay untouched."""
+    if three_launches:
+        monkeypatch.setattr("cupy_kvcanary.ops.plan_offsets._SINGLE_LAUNCH_MAX_BS", -1)
+    arguments = random_batch(600, seed=1, window=7, mapping=np.arange(500))
+    expected = expected_outputs(arguments | {"bs": planned})
+    outputs = launch(backend, arguments | {"bs": np.array([said], np.int32)})
+    for name, value in expected.items():
+        np.testing.assert_array_equal(outputs[name], value, err_msg=name)

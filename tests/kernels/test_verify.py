@@ -307,6 +307,18 @@ def test_without_a_padding_slot_slot_0_is_checked(backend: ArrayBackend) -> None
     assert found(backend, buffer, row_2([0, 9, 3]), padding_slot=None) == {9: 1}
 
 
+@pytest.mark.parametrize(("said", "verified"), [(1, 1), (0, 0), (2, 2), (9, 2)])
+def test_a_batch_size_in_device_memory(backend: ArrayBackend, said: int, verified: int) -> None:
+    table = np.zeros((6, 16), np.int32)
+    table[2, :6], table[4, :3] = SLOTS, [20, 21, 22]
+    buffer = HostBuffer.empty(64)
+    batch = Batch(table, [2, 4], [6, 3])
+    verify_batch(backend, [buffer], batch, bs_on_device=said)
+    seen = Batch(table, [2, 4][:verified], [6, 3][:verified]).entries()
+    assert buffer.slot_run_counter == len(seen)
+    assert buffer.violations == expected_violations(HostBuffer.empty(64), seen, check_tokens=False)
+
+
 def test_many_buffers_in_one_launch(backend: ArrayBackend) -> None:
     buffers = [stamped(num_slots=64 + kind, kernel_kind=kind) for kind in range(12)]
     buffers[3].set_record(7, 99)

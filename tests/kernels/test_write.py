@@ -30,6 +30,7 @@ from tests.helpers.write import (
     chain_of,
     make_arguments,
     one_request,
+    slots_of_the_last_place,
     write,
 )
 from tests.helpers.write_errors import valid_arguments
@@ -197,6 +198,25 @@ def test_the_last_entry_of_a_slot_stays(backend: ArrayBackend, kernel: str, n: i
     buffer = HostBuffer.empty(4)
     assert_written(backend, [buffer], one_request([2] * (n - 1) + [1]), kernel)
     assert buffer.record(2)[:2] == [11 + n - 2, n - 2]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_entries_that_share_a_slot_or_a_place_of_the_table_of_slots(backend: ArrayBackend, kernel: str) -> None:
+    """Eight slots for a chunk's entries, in every warp; all belong into the last place of the scan's table."""
+    slots = slots_of_the_last_place(2**16)[:8]
+    buffer = HostBuffer.empty(2**16)
+    entries = np.random.default_rng(0).choice(slots, 700)
+    assert_written(backend, [buffer], one_request(entries), kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_chunks_without_an_entry_that_is_stored(backend: ArrayBackend, kernel: str) -> None:
+    """The chain and its positions go on behind them."""
+    for skipped in (100, 5000):
+        slots = [-1] * skipped + [*range(1, 41)] + [-1] * skipped + [*range(41, 50)] + [64]
+        buffer = HostBuffer.empty(64, enable_chain_position_assert=1, ring_capacity=64)
+        buffer.stamp([0], [9], chain_of(kernel), first_position=99)
+        assert_written(backend, [buffer], one_request(slots, 100, 0), kernel, None)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -410,15 +430,21 @@ def test_hostile_values_change_nothing_outside_the_outputs(
 @pytest.mark.parametrize(
     ("num_tokens", "num_reqs", "num_buffers", "entry", "grid"),
     [
+        (0, 0, 3, "kvc_write", 1),
+        (256, 256, 4, "kvc_write", 256),
+        (65, 1, 1, "kvc_write", 1),
+        (66, 1, 1, "kvc_write_walk", 1),
+        (4351, 256, 4, "kvc_write_walk", 1024),
+        (4352, 4096, 1, "kvc_write", 1024),
+        (0, 0, 3, "kvc_write_affine", 1),
         (256, 256, 4, "kvc_write_affine", 256),
         (512, 256, 1, "kvc_write_affine", 64),
         (513, 256, 1, "kvc_write_affine_scan", 256),
         (4096, 1, 2, "kvc_write_affine_scan", 2),
         (8192, 4096, 4, "kvc_write_affine", 4096),
-        (0, 0, 3, "kvc_write_affine", 1),
     ],
 )
-def test_long_affine_requests_are_scanned_by_blocks(
+def test_blocks_take_requests_that_may_be_long(
     num_tokens: int, num_reqs: int, num_buffers: int, entry: str, grid: int
 ) -> None:
     """The choice depends on what the host knows: it may be captured."""
@@ -428,7 +454,7 @@ def test_long_affine_requests_are_scanned_by_blocks(
     views = {name: view_array(name, value) for name, value in arguments.items() if value is not None}
     options: dict[str, Any] = {"expected_input_tokens": None, "expected_input_positions": None, "out_status": None}
     (launch,) = OPERATION.launches(
-        buffers=(context.view,) * num_buffers, **views, **options, padding_slot=0, chain="affine"
+        buffers=(context.view,) * num_buffers, **views, **options, padding_slot=0, chain=chain_of(entry)
     )
     assert (launch.entry, launch.grid) == (entry, grid)
     assert launch.args.nbytes < 4096

@@ -21,8 +21,8 @@ def test_tables_are_those_of_the_results(path: Path) -> None:
     assert with_tables(text) == text, "run: python -m tools.tables"
 
 
-def test_the_readmes_example_prints_what_it_says() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
+def test_the_readmes_examples_print_what_they_say(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == re.findall(r"print\(.*\)  # (.*)", code)
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cupy_kvcanary import KvCanaryError, KvCanaryRuntimeError, launch_plan_offsets_kernel, plan_offsets
+from cupy_kvcanary import KvCanaryError, KvCanaryRuntimeError, VerifyPlan, launch_plan_offsets_kernel, plan_offsets
 from cupy_kvcanary import sources as sources_module
 from cupy_kvcanary.arrays import Device, view_array
 from cupy_kvcanary.catalogue import CATALOGUE, as_markdown, find_entry
 from cupy_kvcanary.checks import check_bool, check_one_device
 from cupy_kvcanary.compile import import_cupy, kernel_handle
-from cupy_kvcanary.launch import Launch, PreparedLaunch, check_warmed_up
+from cupy_kvcanary.launch import BACKENDS, Launch, PreparedLaunch, check_warmed_up
 from tests.helpers.plan_errors import PLAN_ERROR_CALLS
 from tests.helpers.plan_offsets import make_arguments
 from tests.helpers.replay_errors import REPLAY_ERROR_CALLS
@@ -234,6 +234,50 @@ class RequiresGrad:
         raise AssertionError("must not be exported")
 
 
+class Unexportable:
+    """Another library's array that is spread over devices."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise BufferError("only supported for unsharded arrays")
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise AssertionError("must not be exported")
+
+
+def raises_without_torch() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "torch", raising=False)
+        plan_offsets([2], [1], [1], TABLE, like="torch")
+
+
+class FakeCuda:
+    """Stands in for CuPy: no device to be seen, and any stream is captured."""
+
+    def __init__(self) -> None:
+        self.cuda = self.runtime = self
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def getDeviceCount(self) -> int:  # noqa: N802
+        raise self.CUDARuntimeError("cudaErrorNoDevice")
+
+    def streamIsCapturing(self, stream: int) -> bool:  # noqa: N802
+        return True
+
+
+def raises_without_a_device() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", FakeCuda())
+        VerifyPlan.allocate(4, "cuda:7")
+
+
+def raises_on_allocation_in_a_capture() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", FakeCuda())
+        BACKENDS["cuda"].allocate_zeros(4, "int64", Device("cuda", 0), 1234)
+
+
 OTHER_CALLS: dict[str, Callable[[], object]] = {
     "kv-canary-must-not-require-grad": lambda: view_array("prefix_lens", RequiresGrad()),
     "kv-canary-stream-must-be-a-stream": lambda: _stream_of_no_kind(),
@@ -242,6 +286,12 @@ OTHER_CALLS: dict[str, Callable[[], object]] = {
     "kv-canary-kernel-must-compile": raises_on_compile,
     "kv-canary-kernel-must-launch": raises_on_launch,
     "kv-canary-must-be-a-bool": lambda: check_bool("check_holes", 1),
+    "kv-canary-must-be-exported": lambda: view_array("prefix_lens", Unexportable()),
+    "kv-canary-like-must-be-known": lambda: plan_offsets([2], [1], [1], TABLE, like="tensorflow"),
+    "kv-canary-like-must-fit-the-device": lambda: plan_offsets([2], [1], [1], TABLE, like="cupy"),
+    "kv-canary-like-must-be-imported": raises_without_torch,
+    "kv-canary-device-must-exist": raises_without_a_device,
+    "kv-canary-must-be-allocated-before-a-capture": raises_on_allocation_in_a_capture,
     "kv-canary-must-be-warmed-up": lambda: check_warmed_up(["kvc_verify"], is_capturing=True),
     "kv-canary-slug-must-be-known": lambda: find_entry("no such thing"),
     **PLAN_ERROR_CALLS,
@@ -251,7 +301,7 @@ OTHER_CALLS: dict[str, Callable[[], object]] = {
 
 
 def _stream_of_no_kind() -> None:
-    from cupy_kvcanary.arrays import stream_handle
+    from cupy_kvcanary.streams import stream_handle
 
     stream_handle("a stream")
 

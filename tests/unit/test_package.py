@@ -35,10 +35,12 @@ LAYERS = [
     {
         "arrays",
         "checks",
+        "libraries",
         "page_tables",
         "reference.page_table",
         "reference.records",
         "sources",
+        "streams",
         *(f"reference.{stem}" for stem in STEMS),
     },
     {"buffers", "compile", "launch", "launcher", "types", "warmup"},

@@ -327,7 +327,7 @@ MUTANTS: list[Mutant] = [
             (
                 batches(Batch(np.ones((2, 1), np.int32), [], []), offsets=[0], num_valid=3),
                 "entries of no requests",
-                "args.bs == 0 ? 0 : ",
+                "bs == 0 ? 0 : ",
                 "",
                 "end = __ldg(offsets + r + 1)",
             ),

@@ -10,10 +10,10 @@ import numpy as np
 from tests.helpers.backends import ArrayBackend
 from tests.helpers.buffers import HostBuffer
 from tests.helpers.mutation import DIFFERS, Mutant, Reach, mutants
-from tests.helpers.write import KERNELS, make_arguments, one_request, write
+from tests.helpers.write import KERNELS, make_arguments, one_request, slots_of_the_last_place, write
 
-EXACT, AFFINE, SCAN = KERNELS
-WARPS, AFFINES = (EXACT, AFFINE), (AFFINE, SCAN)
+EXACT, WALK, AFFINE, SCAN = KERNELS
+WARPS, BLOCKS, AFFINES = (EXACT, AFFINE), (WALK, SCAN), (AFFINE, SCAN)
 
 
 def reach(arguments: dict[str, Any], kernels: tuple[str, ...] = KERNELS, num_slots: int = 64, **options: Any) -> Reach:
@@ -37,40 +37,42 @@ def only_offsets(begin: int, end: int, capacity: int = 1) -> dict[str, Any]:
     return make_arguments([begin, end][: capacity + 1], [-1] * capacity, [1, 2, 3], range(3), [5, 6, 7])
 
 
-def at_the_end_of_the_table() -> Reach:
-    """Two slots that both belong into the last place of the table of slots."""
-    last_place = 2 * 1024 - 1
-    slots = [slot for slot in range(2**14) if (slot * 0x9E3779B1 % 2**32 * (last_place + 1)) >> 32 == last_place]
-    return reach(one_request(slots[:2]), (SCAN,), num_slots=2**14)
-
-
 full_warps = reach(requests(4, 32), WARPS, num_slots=129)
 two_warps = reach(requests(2, 5), WARPS)
-chunks = reach(one_request(range(1, 1500)), (SCAN,), num_slots=1500)
+walk = reach(one_request(range(1, 300)), (WALK,), num_slots=300)
+scan = reach(one_request(range(1, 3000)), (SCAN,), num_slots=3000)
 own_seed = one_request([7] * 40, 1, 7)
 twice = one_request([5, 6, 5])
 several = one_request([5, 6, 7])
 
 TOKEN_READ = "const u64 token = static_cast<u64>(args.input_ids[i])"
+SLOTS_READ = "const bool is_stored = of_row < request.end"
 RECORD_READ = "const ulonglong2 head = halves[0]"
 RECORD_WRITTEN = "reinterpret_cast<ulonglong2*>(fields)[0] = make_ulonglong2"
-OFFSET_READ = "const i64 end = args.write_offsets[r + 1]"
-ENTRY_STORED = "if (stored_lanes >> lane & 1) stored[warp"
-HASH_READ = "return hashes[warp][rank]"
-HASH_STORED = "if (lane == 0) hashes[warp][k] = hash"
+OFFSET_READ = "end = args.write_offsets[r + 1]"
+PACKED = "packed = make_ulonglong2(first_step(entry.token)"
+PLACE_PACKED = "if (stored_lanes >> lane & 1) pack(entry, packed[warp][place])"
+PLACE_READ = "return without_first_step(packed[half][place].y)"
+NUM_PACKED = "if (threadIdx.x == 0) num_packed[half] = num_stored"
+HASH_STORED = "    hashes[k] = x"
+LAST_HASH_STORED = "hashes[num_packed] = x"
+HASH_READ = "return last_step(hashes[warp][place])"
+WALKED = "x = mix(fold(mix(fold(mix(fold(x, 0))"
 RUN_READ = "if (lane < kScanWarps) run = warp_runs[lane]"
 RUN_STORED = "if (lane == kWarpSize - 1) warp_runs[warp]"
-WORD_UPDATED = "const u64 found = atomicMax(&words[p], word)"
-WORD_READ = "while (static_cast<unsigned>(words[p]) !="
-WORD_CLEARED = "words[p] = 0;"
+SLOT_STORED = "slots[own + k] = static_cast<unsigned>"
+PLACE_CLEARED = "last_entries[place] = 0;"
+PLACE_TAKEN = "return atomicCAS(&last_entries[place], 0u, i + 1)"
+PLACE_UPDATED = "if (found != 0) atomicMax(&last_entries[place], i + 1)"
 
 MASKS = (
-    (several, KERNELS, "last position", "__shfl_sync(kFullWarp, position"),
+    (several, (EXACT, AFFINE, SCAN), "last position", "__shfl_sync(kFullWarp, position"),
     (several, AFFINES, "multipliers", "__shfl_up_sync(kFullWarp, map.multiplier"),
     (several, AFFINES, "addends", "__shfl_up_sync(kFullWarp, map.addend"),
     (several, AFFINES, "hash behind the warp", "__shfl_sync(kFullWarp, inclusive(hash)"),
     (several, WARPS, "lanes that store", "stored_lanes = __ballot_sync(kFullWarp"),
-    (several, WARPS, "lanes of a slot", "__match_any_sync(kFullWarp"),
+    (several, (EXACT, WALK, AFFINE), "lanes of a slot", "__match_any_sync(kFullWarp"),
+    (several, (WALK,), "lanes of a row that store", "lanes = __ballot_sync(kFullWarp, is_stored"),
     (several, (SCAN,), "number of entries", "__popc(__ballot_sync(kFullWarp"),
     (several, (SCAN,), "lanes with a position", "__ballot_sync(kFullWarp, has_position"),
     (several, (SCAN,), "warps with a position", "__ballot_sync(kFullWarp, run.has_position"),
@@ -86,20 +88,36 @@ MUTANTS: list[Mutant] = [
             (
                 reach(several, (EXACT,)),
                 "entries to walk",
-                "entry.position);\n  __syncwarp();",
-                "entry.position);\n",
-                ENTRY_STORED,
+                "packed[warp][place]);\n  __syncwarp();",
+                "packed[warp][place]);\n",
+                PACKED,
             ),
             (
                 reach(several, (EXACT,)),
                 "hashes of the walk",
-                "[num_stored] = hash;\n  __syncwarp();",
-                "[num_stored] = hash;\n",
+                "hashes[warp]);\n  __syncwarp();",
+                "hashes[warp]);\n",
                 HASH_READ,
             ),
-            (chunks, "cleared table", "words[p] = 0;\n  __syncthreads();", "words[p] = 0;\n", WORD_CLEARED),
-            (chunks, "runs of the warps", "lanes != 0};\n    __syncthreads();", "lanes != 0};\n", RUN_READ),
-            (chunks, "between chunks", "and stores.\n    __syncthreads();", "and stores.\n", WORD_UPDATED),
+            (scan, "slots and table", "one stores.\n    __syncthreads();", "one stores.\n", PLACE_TAKEN),
+            (scan, "runs of the warps", "lanes != 0};\n    __syncthreads();", "lanes != 0};\n", RUN_READ),
+            (scan, "between chunks", "clears the table.\n    __syncthreads();", "clears the table.\n", PLACE_CLEARED),
+        ],
+    ),
+    # The walker takes for a number of entries what it finds.
+    *mutants(
+        "barrier",
+        "address",
+        "AddressSanitizer: ",
+        [
+            (
+                walk,
+                "first chunk",
+                "request.begin, half);\n  }\n  __syncthreads();",
+                "request.begin, half);\n  }\n",
+                LAST_HASH_STORED,
+            ),
+            (walk, "between chunks", "may be the same.\n    __syncthreads();", "may be the same.\n", WALKED),
         ],
     ),
     *mutants(
@@ -142,8 +160,8 @@ MUTANTS: list[Mutant] = [
             (
                 reach(only_offsets(0, 0, capacity=0)),
                 "no requests",
-                "if (r >= args.write_req_capacity) return {0, 0};",
-                "",
+                "if (r < args.write_req_capacity) {",
+                "{",
                 OFFSET_READ,
             ),
             (
@@ -160,7 +178,34 @@ MUTANTS: list[Mutant] = [
                 "clamp(end, valid_begin, args.num_tokens + 1)",
                 TOKEN_READ,
             ),
-            (reach(several), "lanes behind the request", "if (i >= end)", "if (i > end)", TOKEN_READ),
+            (
+                reach(several),
+                "lanes behind the request",
+                "if (i >= end) return no_entry",
+                "if (i > end) return no_entry",
+                TOKEN_READ,
+            ),
+            (
+                reach(several | dict.fromkeys(("expected_input_tokens", "expected_input_positions"), np.arange(3))),
+                "expected inputs behind the request",
+                "args.expected_input_tokens == nullptr || i >= end",
+                "args.expected_input_tokens == nullptr || i > end",
+                "const u64 token = static_cast<u64>(args.expected_input_tokens[i])",
+            ),
+            (
+                reach(several, (WALK,)),
+                "row behind the request",
+                "of_row < request.end &&",
+                "of_row <= request.end &&",
+                SLOTS_READ,
+            ),
+            (
+                reach(one_request(range(1, 40)), (WALK,)),
+                "slots used behind the request",
+                "min(request.end, first + kWalkChunk)",
+                "first + kWalkChunk",
+                "result |= args.out_cache_loc[i] == slot",
+            ),
             (
                 reach(one_request([-1], seed=0)),
                 "slot before the buffer",
@@ -193,9 +238,9 @@ MUTANTS: list[Mutant] = [
             (
                 reach(one_request([5])),
                 "no input check",
-                "if (args.expected_input_tokens != nullptr)",
-                "if (true)",
-                "entry.expected_token = static_cast<u64>(args",
+                "if (args.expected_input_tokens == nullptr || i >= end)",
+                "if (i >= end)",
+                "const u64 token = static_cast<u64>(args.expected_input_tokens[i])",
             ),
         ],
     ),
@@ -211,20 +256,13 @@ MUTANTS: list[Mutant] = [
         "insufficient space",
         [
             (
-                full_warps[:1],
-                "size of stored",
-                "__shared__ ulonglong2 stored[kWriteThreads]",
-                "__shared__ ulonglong2 stored[kWriteThreads - 1]",
-                ENTRY_STORED,
-            ),
-            (
-                chunks,
+                scan,
                 "size of warp_runs",
                 "__shared__ WarpRun warp_runs[kScanWarps]",
                 "__shared__ WarpRun warp_runs[kScanWarps - 1]",
                 RUN_STORED,
             ),
-            (chunks, "warps to read", "if (lane < kScanWarps)", "if (lane <= kScanWarps)", RUN_READ),
+            (scan, "warps to read", "if (lane < kScanWarps)", "if (lane <= kScanWarps)", RUN_READ),
         ],
     ),
     *mutants(
@@ -233,20 +271,28 @@ MUTANTS: list[Mutant] = [
         "out of bounds for type",
         [
             (
-                full_warps[:1],
-                "size of hashes",
-                "__shared__ u64 hashes[kWriteThreads / kWarpSize][kWarpSize + 1]",
-                "__shared__ u64 hashes[kWriteThreads / kWarpSize][kWarpSize]",
-                "if (lane == 0) hashes[warp][num_stored]",
+                walk,
+                "size of packed",
+                "__shared__ ulonglong2 packed[2][kWalkChunk]",
+                "__shared__ ulonglong2 packed[2][kWalkChunk - 1]",
+                PLACE_READ,
+            ),
+            (walk, "chunks of num_packed", "__shared__ int num_packed[2]", "__shared__ int num_packed[1]", NUM_PACKED),
+            (
+                scan,
+                "size of slots",
+                "__shared__ unsigned slots[kScanChunk]",
+                "__shared__ unsigned slots[kScanChunk - 1]",
+                SLOT_STORED,
             ),
             (
-                chunks,
-                "size of words",
-                "__shared__ u64 words[LastEntries::kSize]",
-                "__shared__ u64 words[LastEntries::kSize - 1]",
-                WORD_CLEARED,
+                scan,
+                "size of the table",
+                "__shared__ unsigned last_entries[SlotTable::kSize]",
+                "__shared__ unsigned last_entries[SlotTable::kSize - 1]",
+                PLACE_CLEARED,
             ),
-            (chunks, "words to clear", "p < LastEntries::kSize;", "p <= LastEntries::kSize;", WORD_CLEARED),
+            (scan, "places to clear", "place < SlotTable::kSize;", "place <= SlotTable::kSize;", PLACE_CLEARED),
         ],
     ),
     *mutants(
@@ -255,11 +301,32 @@ MUTANTS: list[Mutant] = [
         "global-buffer-overflow",
         [
             (
-                at_the_end_of_the_table(),
+                full_warps[:1],
+                "size of packed",
+                "__shared__ ulonglong2 packed[kWriteThreads / kWarpSize][kWarpSize]",
+                "__shared__ ulonglong2 packed[kWriteThreads / kWarpSize][kWarpSize - 1]",
+                PLACE_PACKED,
+            ),
+            (
+                full_warps[:1],
+                "size of hashes",
+                "__shared__ u64 hashes[kWriteThreads / kWarpSize][kWarpSize + 1]",
+                "__shared__ u64 hashes[kWriteThreads / kWarpSize][kWarpSize]",
+                LAST_HASH_STORED,
+            ),
+            (
+                walk,
+                "size of hashes",
+                "__shared__ u64 hashes[2][kWalkChunk + 1]",
+                "__shared__ u64 hashes[2][kWalkChunk]",
+                LAST_HASH_STORED,
+            ),
+            (
+                reach(one_request(slots_of_the_last_place(2**14)[:2]), (SCAN,), num_slots=2**14),
                 "end of the table",
-                "p + 1 == kSize ? 0 : p + 1",
-                "p + 1",
-                WORD_UPDATED,
+                "place + 1 == kSize ? 0 : place + 1",
+                "place + 1",
+                PLACE_TAKEN,
             ),
         ],
     ),
@@ -271,25 +338,28 @@ MUTANTS: list[Mutant] = [
             (
                 reach(twice, WARPS),
                 "one lane for a slot",
-                "if (has_slot && lane == highest_lane(slot_lanes))",
-                "if (has_slot)",
+                "(stored_lanes >> lane & 1) && lane == highest_lane(slot_lanes)",
+                "stored_lanes >> lane & 1",
+                RECORD_WRITTEN,
+            ),
+            (
+                reach(one_request([*range(1, 33), 1]), (WALK,)),
+                "one warp for a slot",
+                "!is_used(args, slot, next_row, min(request.end, first + kWalkChunk))",
+                "true",
                 RECORD_WRITTEN,
             ),
             (
                 reach(one_request([5, 6, 7, 8, 5]), (SCAN,)),
                 "one thread for a slot",
-                "if (last_entries.has_last(own_first + k, entry.slot))",
-                "if (true)",
+                "return last_entries[place] == i + 1",
+                "return true",
                 RECORD_WRITTEN,
             ),
-            (
-                reach(several, (EXACT,)),
-                "one lane for the hashes",
-                "if (lane == 0) hashes[warp][k]",
-                "hashes[warp][k]",
-                HASH_STORED,
-            ),
-            (chunks, "one lane for a warp's run", RUN_STORED, RUN_STORED.replace("==", "<="), RUN_STORED),
+            (reach(several, (EXACT,)), "one lane for a walk", "if (lane == 0) walk(", "walk(", HASH_STORED),
+            (walk, "one thread for a walk", "else if (lane == 0) {", "else {", HASH_STORED),
+            (walk, "one thread for a count", NUM_PACKED, NUM_PACKED.replace("==", ">="), NUM_PACKED),
+            (scan, "one lane for a warp's run", RUN_STORED, RUN_STORED.replace("==", "<="), RUN_STORED),
         ],
     ),
     *mutants(
@@ -300,8 +370,8 @@ MUTANTS: list[Mutant] = [
             (
                 two_warps,
                 "one warp for each buffer's launch",
-                "if (r == 0 && lane == 0) count(",
-                "if (lane == 0) count(",
+                "if (r == 0 && is_first_thread) count(",
+                "if (is_first_thread) count(",
                 "",
             ),
             (
@@ -334,11 +404,18 @@ MUTANTS: list[Mutant] = [
         [
             (
                 reach(one_request([5] * 9), (SCAN,)),
-                "words of the table",
-                "const u64 found = atomicMax(&words[p], word);",
-                "const u64 found = words[p]; if (found < word) words[p] = word;",
-                WORD_UPDATED,
-            )
+                "places that are taken",
+                PLACE_TAKEN,
+                "const unsigned found = last_entries[place]; if (found == 0) last_entries[place] = i + 1; return found",
+                PLACE_TAKEN,
+            ),
+            (
+                reach(one_request([5] * 9), (SCAN,)),
+                "last entries of slots",
+                "atomicMax(&last_entries[place], i + 1)",
+                "last_entries[place] = max(last_entries[place], i + 1)",
+                PLACE_UPDATED,
+            ),
         ],
     ),
 ]
