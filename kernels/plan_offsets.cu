@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(kPlanOffsetsScanThreads)
 
 // Third: each block plans its tile, row by row, from the sums that stand at the tile's start. All threads have read
 // those before the first row's barrier, behind which they are overwritten. Grid: ceil(bs / kPlanOffsetsTile).
-extern "C" __global__ void __launch_bounds__(kPlanOffsetsTileThreads)
+extern "C" __global__ void __launch_bounds__(kPlanOffsetsTileThreads, kPlanOffsetsTileBlocks)
     kvc_plan_offsets_tiles(const PlanOffsetsArgs launched) {
   const PlanOffsetsArgs args = with_batch_size(launched);
   const i64 begin = static_cast<i64>(blockIdx.x) * kPlanOffsetsTile;

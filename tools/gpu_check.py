@@ -40,8 +40,6 @@ WITHOUT_POOL = "import sys, cupy, pytest; cupy.cuda.set_allocator(None); sys.exi
 class Step:
     name: str
     command: Sequence[str]
-    seconds: int
-    """After which it is stopped."""
     is_good: Callable[[str], bool] = lambda log: True
     """Whether the log of a run that ended with status 0 says what it must."""
 
@@ -58,15 +56,15 @@ class Result:
 def steps(skipped: Sequence[str], out: Path) -> Iterator[Step]:
     python = sys.executable
     if "tests" not in skipped:
-        yield Step("tests", [python, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"], 300)
+        yield Step("tests", [python, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"])
     if "sanitizers" not in skipped:
         for tool in SANITIZERS:
             sanitizer = [find_sanitizer(), "--tool", tool, "--target-processes", "all", "--error-exitcode", "1"]
-            yield Step(tool, [*sanitizer, python, "-c", WITHOUT_POOL, *SANITIZED_TESTS], 300, says_no_errors)
+            yield Step(tool, [*sanitizer, python, "-c", WITHOUT_POOL, *SANITIZED_TESTS], says_no_errors)
     if "benchmarks" not in skipped:
         for path in sorted(ROOT.glob("benchmarks/bench_*.py")):
             command = [python, "-m", f"benchmarks.{path.stem}", "--json", str(out / f"{path.stem}.json")]
-            yield Step(path.stem, command, 300)
+            yield Step(path.stem, command)
 
 
 def find_sanitizer() -> str:
@@ -86,7 +84,7 @@ def says_no_errors(log: str) -> bool:
     return bool(counts) and set(counts) == {"0"}
 
 
-def run(step: Step, out: Path) -> Result:
+def run(step: Step, out: Path, seconds: int) -> Result:
     path = out / f"{step.name}.log"
     search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search), "KVCANARY_REQUIRE_GPU": "1"}
@@ -97,7 +95,7 @@ def run(step: Step, out: Path) -> Result:
             process = subprocess.Popen(
                 step.command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
-            status = process.wait(step.seconds)
+            status = process.wait(seconds)
             result = "ok" if status == 0 else f"status {status}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
@@ -120,6 +118,7 @@ def summary_of(log: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skip", nargs="+", choices=PARTS, default=[], help="parts to leave out")
+    parser.add_argument("--seconds", type=int, default=300, help="after which a step is stopped (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the logs, the benchmarks' JSON and results.json")
     options = parser.parse_args()
     out = (options.out or Path(tempfile.mkdtemp(prefix="gpu_check-"))).resolve()
@@ -127,7 +126,7 @@ def main() -> int:
     results = []
     for step in steps(options.skip, out):
         print(f"{step.name} ...", flush=True)
-        results.append(run(step, out))
+        results.append(run(step, out, options.seconds))
         # After each step, so that the run may be stopped at any time.
         (out / "results.json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
     print(f"\n{'step':<20} {'result':<12} {'seconds':>7}  summary")

@@ -43,7 +43,7 @@ def environment() -> str:
     return (
         f"{about['gpu']}, CUDA driver {about['driver_cuda'] // 1000}.{about['driver_cuda'] % 1000 // 10}, "
         f"CuPy {about['cupy']}, NVRTC {about['nvrtc']}, {about['date']}. An empty kernel takes "
-        f"{about['empty_kernel_us']['median']:.2f} us, a copy moves {about['copy_tb_per_s']:.1f} TB/s, read and written."
+        f"{about['empty_kernel_us']['median']:.2f} us, a copy moves {about['copy_tb_per_s']:.1f} TB/s."
     )
 
 

@@ -125,7 +125,7 @@ def test_differences_make_the_exit_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken_launch = broken(add_one("out_write_offsets", lambda bs: 1))
-    monkeypatch.setattr("cupy_kvcanary.launch_plan_offsets_kernel", broken_launch)
+    monkeypatch.setattr("cupy_kvcanary.ops.plan_offsets.launch_plan_offsets_kernel", broken_launch)
     assert run_command("--requests", "1", "--device", "cpu", "--check") == 1
     assert "differences" in capsys.readouterr().out
 
@@ -168,7 +168,7 @@ def test_interrupted_it_shows_what_was_done_and_writes_nothing(
             raise KeyboardInterrupt
         steps += 1
 
-    monkeypatch.setattr("cupy_kvcanary.launch_plan_offsets_kernel", launch)
+    monkeypatch.setattr("cupy_kvcanary.ops.plan_offsets.launch_plan_offsets_kernel", launch)
     assert run_command("--device", "cpu", "--json", str(tmp_path / "numbers.json")) == 130
     captured = capsys.readouterr()
     assert captured.out.splitlines()[1].split() == ["steps", "50"]

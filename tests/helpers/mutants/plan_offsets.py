@@ -183,8 +183,8 @@ MUTANTS: list[Mutant] = [
             (
                 ((SINGLE, partial(batch, 0)),),
                 "one thread for the totals of no requests",
-                "if (threadIdx.x == 0) write_totals",
-                "if (threadIdx.x < 2) write_totals",
+                "if (begin == 0 && threadIdx.x == 0) write_totals",
+                "if (begin == 0 && threadIdx.x < 2) write_totals",
                 TOTAL_WRITTEN,
             ),
             (
