@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .buffers import CHAINS, Chain, VerifyOrWriteContext
 from .compile import import_cupy
 from .errors import KvCanaryRuntimeError
 from .installation import __version__, cuda_driver_version, installed_cupy_wheels
 from .ops.plan_offsets import OffsetsPlan, plan_offsets
+from .ops.verify import launch_canary_verify_kernel
+from .ops.write import launch_canary_write_kernel
+from .types import VerifyPlan, WritePlan
+from .warmup import warmup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,11 +86,13 @@ def _examine_cache() -> Finding:
 
 
 def _examine_kernels(cupy: ModuleType) -> Finding:
-    """Compile, then compare with NumPy on random batches: one block, several, several launches."""
+    """Compile all, then compare with NumPy: plans of one block, several, several launches; a canary of each chain."""
     rng = np.random.default_rng(0)
     start = time.perf_counter()
     batch_sizes = (1, 33, 1000, 10000)
     try:
+        warmup()
+        loaded = time.perf_counter() - start
         for bs in batch_sizes:
             batch = (rng.integers(0, 65, bs), rng.integers(0, 129, bs), rng.integers(0, 9, bs))
             table = rng.integers(0, 2**20, (65, 128), dtype=np.int32)
@@ -93,10 +100,49 @@ def _examine_kernels(cupy: ModuleType) -> Finding:
             actual = plan_offsets(*(cupy.asarray(array) for array in (*batch, table)))
             if not all(np.array_equal(want, got) for want, got in zip(_host(expected), _host(actual), strict=True)):
                 return Finding("kernels", f"plan_offsets differs from NumPy at batch size {bs}", is_problem=True)
+        for chain in CHAINS:
+            expected_canary, actual_canary = (_write_damage_and_verify(xp, chain) for xp in (np, cupy))
+            if not all(
+                np.array_equal(want, got.get()) for want, got in zip(expected_canary, actual_canary, strict=True)
+            ):
+                return Finding("kernels", f"write or verify differs from NumPy, chain {chain}", is_problem=True)
     except KvCanaryRuntimeError as failure:
         return Finding("kernels", str(failure), is_problem=True)
-    seconds = time.perf_counter() - start
-    return Finding("kernels", f"plan_offsets equals NumPy at batch sizes {batch_sizes} ({seconds:.1f} s)")
+    seconds = time.perf_counter() - start - loaded
+    return Finding("kernels", f"all loaded in {loaded:.1f} s; plans and canaries equal NumPy's ({seconds:.1f} s)")
+
+
+def _write_damage_and_verify(xp: Any, chain: Chain) -> tuple[Any, Any]:
+    """Records of 1000 tokens, one of them damaged before they are verified; the records and the one violation."""
+    rng = np.random.default_rng(1)
+    slots, tokens = rng.permutation(2000)[:1000] + 1, rng.integers(0, 2**17, 1000)
+    canary = VerifyOrWriteContext.allocate(2001, kernel_kind=0, ring_capacity=1, device="cpu" if xp is np else "cuda")
+    launch_canary_write_kernel(
+        context=canary,
+        plan=WritePlan(
+            write_offsets=xp.asarray(np.array([0, 1000])),
+            write_seed_slot_indices=xp.asarray(np.array([-1])),
+            write_num_valid_reqs=xp.ones(1, np.int32),
+        ),
+        input_ids=xp.asarray(tokens),
+        positions=xp.arange(1000),
+        out_cache_loc=xp.asarray(slots),
+        enable_write_input_assert=False,
+        expected_input_tokens=None,
+        expected_input_positions=None,
+        chain=chain,
+    )
+    canary.canary_buf[int(slots[500])] ^= 1
+    entries = VerifyPlan(
+        verify_slot_indices=xp.asarray(slots[501:]),
+        verify_prev_slot_indices=xp.asarray(slots[500:-1]),
+        verify_expected_positions=xp.arange(501, 1000),
+        verify_expected_tokens=xp.asarray(tokens[501:]),
+        verify_num_valid=xp.full(1, 499, np.int32),
+        enable=xp.ones(1, np.int32),
+    )
+    launch_canary_verify_kernel(context=canary, plan=entries, check_verify_expected_token=True, chain=chain)
+    return canary.canary_buf, canary.violation_ring
 
 
 def _host(plan: OffsetsPlan) -> list[Any]:

@@ -92,7 +92,7 @@ def test_steps_continue_a_chain(backend: ArrayBackend, kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("padding_slot", "num_violations"), [(0, 0), (None, 1), (5, 1)])
-def test_a_padding_seed_starts_at_the_anchor_and_checks_no_position(
+def test_12_a_padding_seed_starts_at_the_anchor_and_checks_no_position(
     backend: ArrayBackend, kernel: str, padding_slot: int | None, num_violations: int
 ) -> None:
     buffer = HostBuffer.empty(64, enable_chain_position_assert=1)
@@ -106,7 +106,7 @@ def test_a_padding_seed_starts_at_the_anchor_and_checks_no_position(
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_slots_that_the_buffer_does_not_have(backend: ArrayBackend, kernel: str) -> None:
+def test_13_slots_that_the_buffer_does_not_have(backend: ArrayBackend, kernel: str) -> None:
     memory = np.full((66, 32), 0x5A, np.uint8)
     buffer = HostBuffer(memory[:64], kernel_kind=3)
     guarded = GuardedBackend(backend.name)
@@ -137,7 +137,7 @@ def test_a_seed_that_the_buffer_does_not_have(backend: ArrayBackend, kernel: str
 @pytest.mark.parametrize(
     ("count", "left", "stored"), [(2**31 - 2, 2**31 - 1, 0), (-5, 2**31 - 1, 0), (2, 5, 2), (0, 3, 3)]
 )
-def test_the_violation_counter_saturates(
+def test_16_the_violation_counter_saturates(
     backend: ArrayBackend, kernel: str, count: int, left: int, stored: int
 ) -> None:
     buffer = HostBuffer.empty(64, ring_capacity=4, violation_count=count)
@@ -150,7 +150,7 @@ def test_the_violation_counter_saturates(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("mode", "expected"), [(0, 0), (1, 0xD6D75024DFD6C30C), (2, 0xB44181DFE9420039)])
-def test_real_kv_hash(backend: ArrayBackend, kernel: str, mode: int, expected: int) -> None:
+def test_17_real_kv_hash(backend: ArrayBackend, kernel: str, mode: int, expected: int) -> None:
     tensor = np.zeros((3, 32), np.uint8)
     tensor[1] = np.arange(32)
     buffer = HostBuffer.empty(3, sources=[HostSource(tensor, 1, 32, 32)], mode=mode)
@@ -159,7 +159,7 @@ def test_real_kv_hash(backend: ArrayBackend, kernel: str, mode: int, expected: i
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_real_kv_of_a_layer_and_of_pages(backend: ArrayBackend, kernel: str) -> None:
+def test_18_and_19_real_kv_of_a_layer_and_of_pages(backend: ArrayBackend, kernel: str) -> None:
     """Rows at the array's own stride, of any dtype and rank; slots at their place in a page."""
     rng = np.random.default_rng(0)
     layers = backend.array(rng.integers(0, 2**16, (8, 4, 2, 8), dtype=np.uint16))
@@ -173,7 +173,7 @@ def test_real_kv_of_a_layer_and_of_pages(backend: ArrayBackend, kernel: str) -> 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 65, 95, 96, 97, 192, 193, 1025, 2047, 2048, 2049, 4097])
-def test_numbers_of_entries(backend: ArrayBackend, kernel: str, n: int) -> None:
+def test_22_numbers_of_entries(backend: ArrayBackend, kernel: str, n: int) -> None:
     """Around a warp and around a block's chunk, with every third slot twice and some skipped."""
     rng = np.random.default_rng(n)
     slots = rng.integers(-1, max(1, n // 2), n)

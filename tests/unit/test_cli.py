@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from cupy_kvcanary import doctor, plan_offsets
+from cupy_kvcanary import FailReason, doctor, plan_offsets
+from cupy_kvcanary.buffers import CHAINS, Chain
 from cupy_kvcanary.catalogue import CATALOGUE, as_markdown
 from cupy_kvcanary.cli import main
+from tests.helpers.backends import require_gpu
 
 SLUG = "kv-canary-offsets-kernel-bs-must-be-in-0-plan"
 
@@ -68,3 +71,16 @@ def test_a_plan_shows_itself() -> None:
     html = plan._repr_html_()
     assert "3 requests, 5 entries to verify (enabled), 5 to write" in html
     assert "<td>0</td><td>[0, 5)</td><td>[0, 1)</td><td>7</td>" in html
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_doctors_canary_finds_the_damage_and_only_that(chain: Chain) -> None:
+    _, violations = doctor._write_damage_and_verify(np, chain)
+    assert violations[0][7] == FailReason.VERIFY_CHAIN_HASH
+
+
+@pytest.mark.gpu
+def test_doctor_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    require_gpu()
+    assert main(["doctor"]) == 0
+    assert "plans and canaries equal NumPy's" in capsys.readouterr().out
