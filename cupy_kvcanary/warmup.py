@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 from .arrays import as_device
 from .compile import cuda_device, kernel_handle
 from .sources import STEMS, joined_source
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 _ENTRY = re.compile(r'extern "C" __global__ void[^{;]*?\b(kvc_\w+)\(')
 
 
@@ -23,7 +25,7 @@ def warmup(device: Any = "cuda") -> None:
     """Compile and load every kernel for a device: afterwards no launcher compiles, and all may be captured.
 
     Takes a few seconds on a machine that never ran this version, and milliseconds where CuPy's disk cache has the
-    kernels. Progress goes to the logger `cupy_kvcanary.warmup`, at level INFO. On a CPU there is nothing to do.
+    kernels. A progress bar is drawn where stderr is a terminal and rich is installed. On a CPU there is nothing to do.
 
     Parameters
     ----------
@@ -40,6 +42,16 @@ def warmup(device: Any = "cuda") -> None:
         return
     kernels = [(stem, entry) for stem in STEMS for entry in entries(stem)]
     with cuda_device(place.index):
-        for done, (stem, entry) in enumerate(kernels, start=1):
+        for stem, entry in _with_progress(kernels, f"kernels for {place}"):
             kernel_handle(stem, entry, place.index)
-            _log.info("%s: %d of %d kernels loaded (%s)", place, done, len(kernels), entry)
+
+
+def _with_progress(items: list[tuple[str, str]], what: str) -> Iterable[tuple[str, str]]:
+    if not sys.stderr.isatty():
+        return items
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        return items
+    return track(items, what, console=Console(stderr=True), transient=True)
