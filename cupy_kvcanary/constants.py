@@ -60,8 +60,6 @@ WRITE_SCAN_ITEMS: Final = 4
 # Launch geometry of the offsets kernels, in threads a block; measured (docs/performance.md).
 PLAN_OFFSETS_SINGLE_THREADS: Final = 512
 PLAN_OFFSETS_TILE_THREADS: Final = 256
-PLAN_OFFSETS_TILE_BLOCKS: Final = 8
-"""Blocks of tiles on a multiprocessor that the compiler makes room for."""
 PLAN_OFFSETS_SCAN_THREADS: Final = 1024
 PLAN_OFFSETS_TILE: Final = 1024
 """Requests a block plans where the batch takes several launches."""

@@ -36,7 +36,6 @@ _INJECTED = (
     ("int", "WRITE_SCAN_ITEMS"),
     ("int", "PLAN_OFFSETS_SINGLE_THREADS"),
     ("int", "PLAN_OFFSETS_TILE_THREADS"),
-    ("int", "PLAN_OFFSETS_TILE_BLOCKS"),
     ("int", "PLAN_OFFSETS_SCAN_THREADS"),
     ("int", "PLAN_OFFSETS_TILE"),
     ("int", "PLAN_ENTRIES_THREADS"),

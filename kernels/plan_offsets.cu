@@ -206,9 +206,18 @@ extern "C" __global__ void __launch_bounds__(kPlanOffsetsScanThreads)
   }
 }
 
+// Blocks of tiles that fill a multiprocessor's threads: 1024 on 7.5, 1536 on 8.6, 8.9 and 12.0, 2048 on the others.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
+constexpr int kTileBlocks = 1024 / kPlanOffsetsTileThreads;
+#elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ == 1200)
+constexpr int kTileBlocks = 1536 / kPlanOffsetsTileThreads;
+#else
+constexpr int kTileBlocks = 2048 / kPlanOffsetsTileThreads;
+#endif
+
 // Third: each block plans its tile, row by row, from the sums that stand at the tile's start. All threads have read
 // those before the first row's barrier, behind which they are overwritten. Grid: ceil(bs / kPlanOffsetsTile).
-extern "C" __global__ void __launch_bounds__(kPlanOffsetsTileThreads, kPlanOffsetsTileBlocks)
+extern "C" __global__ void __launch_bounds__(kPlanOffsetsTileThreads, kTileBlocks)
     kvc_plan_offsets_tiles(const PlanOffsetsArgs launched) {
   const PlanOffsetsArgs args = with_batch_size(launched);
   const i64 begin = static_cast<i64>(blockIdx.x) * kPlanOffsetsTile;
