@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import ArrayView, view_array
+from .arrays import ArrayView, is_array, view_array
 from .checks import (
     INT32_OR_INT64,
     check_contiguous,
@@ -18,6 +18,7 @@ from .checks import (
     check_length,
     check_length_at_least,
     check_non_negative,
+    check_one_int32,
     check_positive,
     check_rank,
 )
@@ -81,6 +82,17 @@ class PageTableView:
     def holds_slots(self) -> bool:
         """Whether it is a table of slots."""
         return self.page_size == 0
+
+
+def view_batch_size(bs: Any, req_pool_indices: ArrayView) -> tuple[int, ArrayView | None]:
+    """Requests of a batch, None for all; where the number is in device memory, the most it may be and where it is."""
+    if bs is None:
+        return req_pool_indices.size, None
+    if not is_array(bs):
+        return check_int("bs", bs), None
+    on_device = view_array("bs", bs)
+    check_one_int32("bs", on_device)
+    return req_pool_indices.size, on_device
 
 
 PAGE_TABLE_ARGS = np.dtype(

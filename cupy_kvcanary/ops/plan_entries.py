@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import ArrayView, is_array, view_array, view_arrays
+from ..arrays import ArrayView, view_arrays
 from ..catalogue import error
 from ..checks import (
     INT32,
@@ -19,7 +19,6 @@ from ..checks import (
     check_length,
     check_length_at_least,
     check_non_negative,
-    check_one_int32,
     check_positive,
     check_rank,
     check_window,
@@ -33,6 +32,7 @@ from ..page_tables import (
     index_array_args,
     page_table_args,
     take_paged_table,
+    view_batch_size,
     view_slot_table,
 )
 from ..reference.plan_entries import plan_entries as reference
@@ -201,11 +201,7 @@ def check_arguments(
             check_contiguous(name, view)
         check_dtype(name, view, INT32 if name in _INT32_ARRAYS else INT64)
     bs_is_given = bs is not None
-    bs_on_device = view_array("bs", bs) if is_array(bs) else None
-    if bs_on_device is not None:
-        check_one_int32("bs", bs_on_device)
-    has_number = bs_is_given and bs_on_device is None
-    bs = check_int("bs", bs) if has_number else views["req_pool_indices"].size
+    bs, bs_on_device = view_batch_size(bs, views["req_pool_indices"])
     check_non_negative("bs", bs)
     check_fits_int32("bs", bs)
     swa_window_size = check_window("swa_window_size", swa_window_size)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import CPU, ArrayView, is_array, view_array, view_arrays
+from ..arrays import CPU, ArrayView, view_array, view_arrays
 from ..catalogue import error
 from ..checks import (
     INT32,
@@ -23,7 +23,6 @@ from ..checks import (
     check_length,
     check_length_at_least,
     check_non_negative,
-    check_one_int32,
     check_positive,
     check_rank,
     check_window,
@@ -46,6 +45,7 @@ from ..page_tables import (
     index_array_args,
     page_table_args,
     take_paged_table,
+    view_batch_size,
     view_slot_table,
 )
 from ..reference.plan_offsets import plan_offsets as reference
@@ -387,11 +387,7 @@ def check_arguments(
     The scratch is at least `scratch_length` long, None for bs_block_size + 1.
     """
     bs_is_given = bs is not None
-    bs_on_device = view_array("bs", bs) if is_array(bs) else None
-    if bs_on_device is not None:
-        check_one_int32("bs", bs_on_device)
-    has_number = bs_is_given and bs_on_device is None
-    bs = check_int("bs", bs) if has_number else views["req_pool_indices"].size
+    bs, bs_on_device = view_batch_size(bs, views["req_pool_indices"])
     bs_block_size = check_int("bs_block_size", bs_block_size)
     swa_window_size = check_int("swa_window_size", swa_window_size)
     verify_capacity = check_int("verify_capacity", verify_capacity)

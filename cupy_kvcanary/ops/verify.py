@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import ArrayView, is_array, view_array
+from ..arrays import ArrayView, view_array
 from ..buffers import (
     BUFFERS_ARGS,
     WRITTEN_BY_LAUNCHES,
@@ -33,7 +33,6 @@ from ..checks import (
     check_length,
     check_length_at_least,
     check_non_negative,
-    check_one_int32,
     check_padding_slot,
     check_rank,
     check_window,
@@ -41,7 +40,14 @@ from ..checks import (
 from ..constants import VERIFY_PLAIN_BLOCKS, VERIFY_ROWS, VERIFY_THREADS
 from ..launch import Call, Launch, Operation, ceil_div, named_views
 from ..launcher import Launcher
-from ..page_tables import PAGE_TABLE_ARGS, PageTableView, index_array_args, page_table_args, view_page_table
+from ..page_tables import (
+    PAGE_TABLE_ARGS,
+    PageTableView,
+    index_array_args,
+    page_table_args,
+    view_batch_size,
+    view_page_table,
+)
 from ..reference.verify import verify as verify_reference
 from ..reference.verify import verify_batch as verify_batch_reference
 from ..types import VerifyPlan
@@ -272,12 +278,9 @@ def launch_canary_verify_batch_kernel(
     capacity = check_int("verify_capacity", verify_capacity)
     check_non_negative("verify_capacity", capacity)
     check_fits_int32("verify_capacity", capacity)
-    bs_on_device = view_array("bs", bs) if is_array(bs) else None
+    num_requests, bs_on_device = view_batch_size(bs, views["req_pool_indices"])
     if bs_on_device is not None:
-        check_one_int32("bs", bs_on_device)
         views["bs_on_device"] = bs_on_device
-    has_number = bs is not None and bs_on_device is None
-    num_requests = check_int("bs", bs) if has_number else views["req_pool_indices"].size
     check_non_negative("bs", num_requests)
     check_fits_int32("bs", num_requests)
     for name in ("req_pool_indices", "prefix_lens", "req_to_verify_expected_tokens_valid_lens"):

@@ -122,6 +122,8 @@ STRICT: list[tuple[str, dict[str, Any]]] = [
         {"out_verify_num_valid": OVERLAPPING[:1], "out_verify_enable": OVERLAPPING[:1]},
     ),
     ("bs must be an int, got True", {"bs": True}),
+    ("bs must have dtype int32, got int64", {"bs": np.array([2])}),
+    ("bs length must be 1, got 2", {"bs": np.zeros(2, np.int32)}),
     ("verify_capacity must be an int, got 5.0", {"verify_capacity": 5.0}),
     ("swa_window_size must be an int, got None", {"swa_window_size": None}),
     ("bs_block_size must be an int, got '8'", {"bs_block_size": "8"}),
