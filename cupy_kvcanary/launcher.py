@@ -8,6 +8,7 @@ template of its launches; later ones check what depends on the addresses and fil
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import weakref
@@ -44,6 +45,8 @@ class Launcher(Generic[P]):
 
     def __init__(self, check: Callable[P, Call]) -> None:
         functools.update_wrapper(self, check)
+        # To readers it is a function that returns nothing.
+        self.__signature__ = inspect.signature(check).replace(return_annotation=None)
         self._check = check
         self._templates: dict[tuple[Any, ...], _Template] = {}
 
@@ -62,6 +65,9 @@ class Launcher(Generic[P]):
                 if len(self._templates) >= _MAX_TEMPLATES:
                     self._templates.clear()
                 self._templates[form.key] = template
+
+    def __repr__(self) -> str:
+        return f"<launcher {self._check.__name__}>"
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundLaunch:
         """Check the arguments once, with the errors of a call, for an object that only launches when it is called."""

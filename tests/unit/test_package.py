@@ -208,3 +208,12 @@ def test_a_joined_source_names_its_files(stem: str) -> None:
     for name in ("common.cuh", f"{stem}.cu"):
         text = (ROOT / "kernels" / name).read_text(encoding="utf-8")
         assert f'#line 1 "kernels/{name}"\n{text}' in source
+
+
+def test_a_launcher_looks_like_a_function_that_returns_nothing() -> None:
+    launcher = cupy_kvcanary.launch_plan_offsets_kernel
+    signature = inspect.signature(launcher)
+    assert signature.return_annotation is None
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in signature.parameters.values())
+    assert repr(launcher) == "<launcher launch_plan_offsets_kernel>"
+    assert "Parameters" in (launcher.__doc__ or "")
