@@ -17,6 +17,7 @@ from .checks import (
     INT64,
     UINT8,
     check_aligned,
+    check_at_most,
     check_contiguous,
     check_dtype,
     check_int,
@@ -76,10 +77,7 @@ class RealKvSource:
             check_positive(name, size)
             if name != "page_size":
                 check_multiple(name, size, REAL_KV_ALIGNMENT)
-        if self.read_bytes > self.num_bytes_per_token:
-            raise error(
-                "kv-canary-must-be-at-most", name="read_bytes", most=self.num_bytes_per_token, got=self.read_bytes
-            )
+        check_at_most("read_bytes", self.read_bytes, self.num_bytes_per_token)
         rows = _as_byte_rows(view_array("tensor", self.tensor))
         check_multiple("row stride of tensor in bytes", rows.strides[0], REAL_KV_ALIGNMENT)
         check_aligned("tensor", rows, REAL_KV_ALIGNMENT)
@@ -318,8 +316,7 @@ def _view_context(context: VerifyOrWriteContext) -> CanaryBufferView:
     check_multiple("slot stride of canary_buf in bytes", slot_stride, 8)
     check_aligned("canary_buf", records, 8)
     # The kernels divide slots in 32 bits.
-    if num_slots >= 2**32:
-        raise error("kv-canary-must-be-at-most", name="slots of canary_buf", most=2**32 - 1, got=num_slots)
+    check_at_most("slots of canary_buf", num_slots, 2**32 - 1)
     check_length("row of violation_ring", ring.shape[1], VIOLATION_FIELDS)
     sources = tuple(context.real_kv_sources)
     if len(sources) > MAX_REAL_KV_SOURCES:

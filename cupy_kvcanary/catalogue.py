@@ -149,7 +149,7 @@ _ENTRIES = (
     CatalogueEntry(
         slug="kv-canary-must-be-at-most",
         message="{name} must be at most {most}, got {got}",
-        trigger="A capacity or batch is larger than the int32 output that reports it can hold.",
+        trigger="A number is larger than the kernels, or the output that reports it, have room for.",
         cause="A 'no limit' sentinel such as 2**63 - 1 used as a capacity.",
         fix="pass a capacity that fits int32, or leave verify_capacity of plan_offsets at None",
         prevention="Derive capacities from the pool: rows times longest sequence.",

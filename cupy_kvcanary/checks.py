@@ -60,18 +60,22 @@ def check_positive(name: str, value: int) -> None:
         raise error("kv-canary-must-be-positive", name=name, got=value)
 
 
+def check_at_most(name: str, value: int, most: int) -> None:
+    """No more than `most`."""
+    if value > most:
+        raise error("kv-canary-must-be-at-most", name=name, most=most, got=value)
+
+
 def check_fits_int32(name: str, value: int) -> None:
-    """At most the largest value of the int32 output that reports it."""
-    if value > INT32_MAX:
-        raise error("kv-canary-must-be-at-most", name=name, most=INT32_MAX, got=value)
+    """At most 2^31 - 1: what the kernels, or the output that reports it, have room for."""
+    check_at_most(name, value, INT32_MAX)
 
 
 def check_window(name: str, value: Any) -> int:
     """Tokens of a sliding window, 0 for none, as the kernels take it."""
     window = check_int(name, value)
     check_non_negative(name, window)
-    if window >= 2**63:
-        raise error("kv-canary-must-be-at-most", name=name, most=2**63 - 1, got=window)
+    check_at_most(name, window, 2**63 - 1)
     return window
 
 

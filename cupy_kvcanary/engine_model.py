@@ -127,11 +127,6 @@ class EngineModel:
         self._queue: deque[int] = deque()
         self._next_arrival = 0
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that arrived and are not in the batch."""
-        return len(self._queue)
-
     def steps(self) -> Iterator[Step]:
         """Every step until the last request is done. Idle time is skipped."""
         mapping = self.pool.window.mapping if self.pool.window is not None else None

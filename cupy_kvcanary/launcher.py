@@ -58,13 +58,16 @@ class Launcher(Generic[P]):
             return
         call = self._check(*args, **kwargs)
         backend = _backend_of(call)
-        backend.run(*call)
-        if form is not None and isinstance(backend, CudaBackend):
-            template = _Template.of(form, call, backend)
-            if template is not None:
-                if len(self._templates) >= _MAX_TEMPLATES:
-                    self._templates.clear()
-                self._templates[form.key] = template
+        if form is None or not isinstance(backend, CudaBackend):
+            backend.run(*call)
+            return
+        launches = backend.prepare(*call)
+        launches.launch(call.stream)
+        template = _Template.of(form, call, launches)
+        if template is not None:
+            if len(self._templates) >= _MAX_TEMPLATES:
+                self._templates.clear()
+            self._templates[form.key] = template
 
     def __repr__(self) -> str:
         return f"<launcher {self._check.__name__}>"
@@ -147,13 +150,10 @@ class _Template:
         }
 
     @classmethod
-    def of(cls, form: _Form, call: Call, backend: CudaBackend) -> _Template | None:
+    def of(cls, form: _Form, call: Call, launches: PreparedLaunches) -> _Template | None:
         """None where it cannot be said which address in the launches is whose, or streams need ordering."""
         given = [pointer for pointer in form.pointers if pointer]
-        if len(set(given)) != len(given):
-            return None
-        launches = backend.prepare(*call)
-        if launches.streams.are_several:
+        if len(set(given)) != len(given) or launches.streams.are_several:
             return None
         places = []
         for index, launch in enumerate(launches.launches):

@@ -1,9 +1,8 @@
-// Write: stamps a record into the slot of every token that was just written, each chained to the one before it.
-// One warp owns a request in one buffer, or one block where requests may be long; its entries go in order, in chunks,
-// so that of entries with one slot the last stays. Atomics: violations, counters, status bits, slots of a chunk. Ranges
-// that leave the token arrays are cut; slots and seeds that the buffer does not have are neither read nor written.
-// Cost: 24 bytes read and 32 written an entry and the hashed KV bytes; the latency of three splitmix64 an entry of the
-// longest request, or of a prefix scan (affine).
+// Write: stamps a record into the slot of every token that was just written, each chained to the one before it. A warp
+// owns a request in one buffer, or a block where requests may be long; entries go in order, in chunks, so that of those
+// with one slot the last stays. Atomics: violations, counters, status, slots of a chunk. Ranges that leave the arrays are
+// cut; slots and seeds out of range are not touched. Cost: 24 bytes read, 32 written and the hashed KV bytes an entry, and
+// the latency of three splitmix64 an entry of the longest request (a prefix scan: affine).
 
 struct WriteArgs {
   const i64* write_offsets;

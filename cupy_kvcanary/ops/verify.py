@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import ArrayView, view_array
+from ..arrays import ArrayView, view_array, view_arrays
 from ..buffers import (
     BUFFERS_ARGS,
     WRITTEN_BY_LAUNCHES,
@@ -257,11 +257,7 @@ def launch_canary_verify_batch_kernel(
         "req_to_verify_expected_tokens_valid_lens": req_to_verify_expected_tokens_valid_lens,
         "out_status": out_status,
     }
-    views = {
-        name: view_array(name, array)
-        for name, array in named.items()
-        if not (array is None and name in _BATCH_OPTIONAL)
-    }
+    views = view_arrays(named, _BATCH_OPTIONAL)
     for name, view in views.items():
         is_pool = name == "req_to_verify_expected_tokens"
         check_rank(name, view, 2 if is_pool else 1)

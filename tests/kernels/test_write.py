@@ -322,12 +322,11 @@ def batches(draw: st.DrawFn) -> tuple[list[HostBuffer], dict[str, Any]]:
     lens[num_reqs:] = 0
     n = int(lens.sum()) + draw(st.integers(0, 3))
     offsets = np.concatenate([[0], np.cumsum(lens)])
-    num_slots = n + num_reqs + 1 + draw(st.integers(0, 5))
+    num_slots = n + len(lens) + 1 + draw(st.integers(0, 5))
     # Seeds are slots that nobody writes.
     seeds = np.where(rng.random(num_reqs + capacity) < 0.3, -1, rng.permutation(num_slots)[: num_reqs + capacity])
     free = np.setdiff1d(np.arange(num_slots), seeds)
     slots = rng.permutation(free)[:n]
-    slots = np.resize(slots, n) if len(slots) else np.full(n, -1)
     r_of = np.searchsorted(offsets, np.arange(n), side="right") - 1
     for i in np.flatnonzero(rng.random(n) < 0.2):  # the slot of another entry of the request
         slots[i] = rng.choice(slots[r_of == r_of[i]])

@@ -1,0 +1,186 @@
+"""Repeated calls on CUDA arrays: launched by a template, with other addresses, and still checked. On a made-up CuPy."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_kvcanary import KvCanaryError, launch, launch_plan_offsets_kernel
+from cupy_kvcanary.launcher import Launcher
+from cupy_kvcanary.ops.plan_offsets import PLAN_OFFSETS_ARGS
+from tests.helpers.plan_offsets import make_arguments
+
+TABLE = np.ones((6, 16), np.int32)
+STREAM = 77
+
+
+class Ndarray:
+    """A CuPy array whose device memory is host memory."""
+
+    __cuda_array_interface__: Any = None  # that there is one is enough
+
+    def __init__(self, array: np.ndarray[Any, Any], misaligned_by: int = 0) -> None:
+        self.array = array
+        self.dtype, self.shape, self.strides = array.dtype, array.shape, array.strides
+        self.data = SimpleNamespace(ptr=array.ctypes.data + misaligned_by, device_id=0)
+
+
+class Driver:
+    """Remembers the argument struct of every launch."""
+
+    class CUDADriverError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.launched: list[np.ndarray[Any, Any]] = []
+        self.streams: list[int] = []
+
+    def launchKernel(self, *arguments: Any) -> None:  # noqa: N802
+        *_, stream, parameters, _ = arguments
+        struct = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0]
+        assert struct is not None
+        self.launched.append(np.frombuffer(ctypes.string_at(struct, PLAN_OFFSETS_ARGS.itemsize), PLAN_OFFSETS_ARGS)[0])
+        self.streams.append(stream)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    runtime = SimpleNamespace(getDevice=lambda: 0, getDeviceCount=lambda: 1, streamIsCapturing=lambda handle: 0)
+    cuda = SimpleNamespace(
+        driver=driver,
+        runtime=runtime,
+        Device=lambda index: nullcontext(),
+        get_current_stream=lambda *_: SimpleNamespace(ptr=STREAM),
+    )
+    runtime.CUDARuntimeError = Driver.CUDADriverError
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Ndarray, cuda=cuda))
+    monkeypatch.setattr(launch, "kernel_handle", lambda *key: 1)
+    monkeypatch.setattr(launch, "is_loaded", lambda *key: True)
+    return driver
+
+
+class Counted:
+    """The offsets launcher without what it learned before, counting its full checks."""
+
+    def __init__(self) -> None:
+        self.checks = 0
+        self.launcher = Launcher(self._check)
+
+    def _check(self, **arguments: Any) -> Any:
+        self.checks += 1
+        return launch_plan_offsets_kernel._check(**arguments)
+
+    def __call__(self, **arguments: Any) -> None:
+        self.launcher(**arguments)
+
+
+def on_device(**changed: Any) -> dict[str, Any]:
+    """Valid arguments of two requests, in memory of their own."""
+    given = make_arguments([2, 4], [5, 3], [1, 1], TABLE, mapping=np.arange(96)) | changed
+    return {name: Ndarray(value) if isinstance(value, np.ndarray) else value for name, value in given.items()}
+
+
+def pointers(arguments: dict[str, Any]) -> dict[str, int]:
+    return {name: value.data.ptr for name, value in arguments.items() if isinstance(value, Ndarray)}
+
+
+def assert_launched(driver: Driver, arguments: dict[str, Any]) -> None:
+    args = driver.launched[-1]
+    for name, pointer in pointers(arguments).items():
+        field = args["page_table"]["entries"] if name == "req_to_token" else args[name]
+        assert field == pointer, name
+    assert args["verify_capacity"] == arguments["verify_capacity"]
+    assert driver.streams[-1] == STREAM
+
+
+def test_a_form_is_checked_in_full_once(driver: Driver) -> None:
+    plan, calls = Counted(), [on_device() for _ in range(3)]
+    for arguments in [*calls, *calls]:
+        plan(**arguments)
+        assert_launched(driver, arguments)
+    assert plan.checks == 1
+    assert len(driver.launched) == 6
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"verify_capacity": 7},
+        {"full_to_swa_index_mapping": None},
+        {"full_to_swa_index_mapping": np.arange(95)},
+        {"swa_window_size": 3},
+        {"bs": 1},
+        {"bs": np.ones(1, np.int32)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_another_form_is_checked_and_launched_as_it_is(driver: Driver, changed: dict[str, Any]) -> None:
+    plan = Counted()
+    plan(**on_device())
+    arguments = on_device(**changed)
+    plan(**arguments)
+    assert plan.checks == 2
+    assert driver.launched[-1]["swa_window_size"] == arguments["swa_window_size"]
+    assert driver.launched[-1]["bs"] == (1 if arguments.get("bs") == 1 else 2)
+
+
+def test_a_stream_is_no_part_of_the_form(driver: Driver) -> None:
+    plan, arguments = Counted(), on_device()
+    plan(**arguments)
+    plan(**arguments, stream=5)
+    plan(**arguments, stream=SimpleNamespace(ptr=6))
+    assert driver.streams == [STREAM, 5, 6]
+
+
+MEMORY = np.zeros(4, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("message", "changed"),
+    [
+        (
+            "out_verify_num_valid must not overlap out_verify_enable",
+            {"out_verify_num_valid": Ndarray(MEMORY[:1]), "out_verify_enable": Ndarray(MEMORY[:1])},
+        ),
+        (
+            "prefix_lens must start at a multiple of 8 bytes",
+            {"prefix_lens": Ndarray(np.zeros(2, np.int64), misaligned_by=4)},
+        ),
+        ("swa_window_size must be an int, got False", {"swa_window_size": False}),
+        ("out_write_offsets must be contiguous", {"out_write_offsets": Ndarray(np.zeros(6, np.int64)[::2])}),
+    ],
+)
+def test_a_known_form_does_not_hide_a_fault(driver: Driver, message: str, changed: dict[str, Any]) -> None:
+    plan = Counted()
+    plan(**on_device())
+    with pytest.raises(KvCanaryError, match=message):
+        plan(**on_device() | changed)
+    assert len(driver.launched) == 1
+
+
+def test_one_array_for_two_inputs_is_checked_each_time(driver: Driver) -> None:
+    """Whose address is whose could not be said."""
+    plan = Counted()
+    for _ in range(2):
+        arguments = on_device()
+        arguments["prefix_lens"] = arguments["extend_seq_lens"]
+        plan(**arguments)
+        assert_launched(driver, arguments)
+    assert plan.checks == 2
+
+
+def test_a_bound_launch_takes_the_arrays_that_were_bound(driver: Driver) -> None:
+    arguments = on_device()
+    bound = launch_plan_offsets_kernel.bind(**arguments)
+    assert driver.launched == []
+    bound()
+    bound()
+    assert_launched(driver, arguments)
+    assert len(driver.launched) == 2
