@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from .arrays import ArrayView, as_device, view_array
+from .arrays import ArrayView, as_device, view_array, view_arrays
 from .catalogue import error
 from .checks import (
     INT32,
@@ -35,6 +35,7 @@ from .constants import (
     MAX_BUFFERS,
     MAX_REAL_KV_SOURCES,
     REAL_KV_ALIGNMENT,
+    VIOLATION_DETAIL_FIELDS,
     VIOLATION_FIELDS,
     RealKvHashMode,
 )
@@ -47,7 +48,15 @@ Chain = Literal["splitmix64", "affine"]
 CHAINS: tuple[Chain, ...] = get_args(Chain)
 """Kinds of chain: `splitmix64` is byte-compatible with the peer, `affine` is written by a parallel scan."""
 
-_WRITTEN = ("canary_buf", "violation_ring", "violation_write_index", "slot_run_counter", "kernel_run_counter")
+_WRITTEN = (
+    "canary_buf",
+    "violation_ring",
+    "violation_details",
+    "violation_write_index",
+    "slot_run_counter",
+    "kernel_run_counter",
+    "skip_counters",
+)
 WRITTEN_BY_LAUNCHES = frozenset(_WRITTEN)
 """Fields of a context that launches write in place."""
 
@@ -142,6 +151,16 @@ class VerifyOrWriteContext:
     """`RealKvHashMode`."""
     enable_chain_position_assert: Any | None = None
     """int32[1]: nonzero for the chain position check of writes; None: off."""
+    violation_details: Any | None = None
+    """int64[ring_capacity, 13], written in place with the row of the ring that has the same index; None: not kept.
+
+    0 request of the batch, 1 its row of the page table, 2 expected position, 3 slot of the predecessor, 4 to 6 token,
+    position and prev_hash of its record, 7 slot of the request's next position, 8 to 10 token, position, prev_hash of
+    its record, 11 stored real-KV hash, 12 real-KV hash of the bytes now. Requests, rows and slots that are unknown are
+    -1, all else that was not read is 0. Verify knows 0, 1 and 7 to 10 in batches only, write knows only 0, 2 and 3."""
+    skip_counters: Any | None = None
+    """int64[2], written in place: entries so far that verify did not check in full, because they or their predecessors
+    are in the padding slot; verify launches so far that were disabled. None: not counted."""
     view: CanaryBufferView = field(init=False, repr=False, compare=False)
     """What the launchers use: the checked arrays, seen in place."""
 
@@ -205,10 +224,12 @@ class CanaryBufferView:
     slot_stride: int
     kernel_kind: int
     violation_ring: Any
+    violation_details: Any | None
     ring_capacity: int
     violation_write_index: Any
     slot_run_counter: Any
     kernel_run_counter: Any
+    skip_counters: Any | None
     enable_chain_position_assert: Any | None
     real_kv_sources: tuple[RealKvSourceView, ...]
 
@@ -231,10 +252,12 @@ CANARY_BUFFER_ARGS = np.dtype(
         ("slot_stride", np.int64),
         ("kernel_kind", np.int64),
         ("violation_ring", np.uint64),
+        ("violation_details", np.uint64),
         ("ring_capacity", np.int64),
         ("violation_write_index", np.uint64),
         ("slot_run_counter", np.uint64),
         ("kernel_run_counter", np.uint64),
+        ("skip_counters", np.uint64),
         ("enable_chain_position_assert", np.uint64),
         ("num_real_kv_sources", np.int64),
         *((f"real_kv_sources_{i}", _REAL_KV_SOURCE_ARGS) for i in range(MAX_REAL_KV_SOURCES)),
@@ -247,7 +270,7 @@ BUFFERS_ARGS = [(f"buffers_{i}", CANARY_BUFFER_ARGS) for i in range(MAX_BUFFERS)
 """Fields of `CanaryBuffer buffers[kMaxBuffers]` for an argument struct."""
 
 _NO_SOURCE = (0, 0, 1, 0, 0)
-_NO_BUFFER = (*(0,) * 11, *(_NO_SOURCE,) * MAX_REAL_KV_SOURCES)
+_NO_BUFFER = (*(0,) * 13, *(_NO_SOURCE,) * MAX_REAL_KV_SOURCES)
 
 
 def buffers_args(buffers: Sequence[CanaryBufferView]) -> tuple[Any, ...]:
@@ -256,6 +279,7 @@ def buffers_args(buffers: Sequence[CanaryBufferView]) -> tuple[Any, ...]:
 
 
 def _buffer_args(buffer: CanaryBufferView) -> tuple[Any, ...]:
+    details, skips = buffer.violation_details, buffer.skip_counters
     assertion = buffer.enable_chain_position_assert
     sources = [
         (
@@ -273,10 +297,12 @@ def _buffer_args(buffer: CanaryBufferView) -> tuple[Any, ...]:
         buffer.slot_stride,
         buffer.kernel_kind,
         buffer.violation_ring.pointer,
+        0 if details is None else details.pointer,
         buffer.ring_capacity,
         buffer.violation_write_index.pointer,
         buffer.slot_run_counter.pointer,
         buffer.kernel_run_counter.pointer,
+        0 if skips is None else skips.pointer,
         0 if assertion is None else assertion.pointer,
         len(sources),
         *sources,
@@ -288,23 +314,23 @@ def _view_context(context: VerifyOrWriteContext) -> CanaryBufferView:
     dtypes = {
         "canary_buf": UINT8,
         "violation_ring": INT64,
+        "violation_details": INT64,
         "violation_write_index": INT32,
         "slot_run_counter": INT64,
         "kernel_run_counter": INT64,
+        "skip_counters": INT64,
         "enable_chain_position_assert": INT32,
     }
-    arrays = {name: getattr(context, name) for name in dtypes}
-    if context.enable_chain_position_assert is None:
-        del arrays["enable_chain_position_assert"]
-    views = {name: view_array(name, array) for name, array in arrays.items()}
+    optional = ("violation_details", "skip_counters", "enable_chain_position_assert")
+    views = view_arrays({name: getattr(context, name) for name in dtypes}, optional)
     for name, view in views.items():
         check_contiguous(name, view)
         check_dtype(name, view, dtypes[name])
-        if name in ("canary_buf", "violation_ring"):
+        if name in ("canary_buf", "violation_ring", "violation_details"):
             check_rank(name, view, 2)
         else:
             check_rank(name, view, 1)
-            check_length(name, view.size, 1)
+            check_length(name, view.size, 2 if name == "skip_counters" else 1)
         if name in WRITTEN_BY_LAUNCHES:
             check_writable(name, view)
     records, ring = views["canary_buf"], views["violation_ring"]
@@ -318,6 +344,10 @@ def _view_context(context: VerifyOrWriteContext) -> CanaryBufferView:
     # The kernels divide slots in 32 bits.
     check_at_most("slots of canary_buf", num_slots, 2**32 - 1)
     check_length("row of violation_ring", ring.shape[1], VIOLATION_FIELDS)
+    details = views.get("violation_details")
+    if details is not None:
+        check_length("violation_details", details.shape[0], ring.shape[0])
+        check_length("row of violation_details", details.shape[1], VIOLATION_DETAIL_FIELDS)
     sources = tuple(context.real_kv_sources)
     if len(sources) > MAX_REAL_KV_SOURCES:
         raise error("kv-canary-at-most-4-real-kv-sources", name="real_kv_sources", got=len(sources))
@@ -332,17 +362,20 @@ def _view_context(context: VerifyOrWriteContext) -> CanaryBufferView:
                 "kv-canary-source-must-cover-the-slots", name=f"real_kv_sources[{i}]", num_slots=num_slots, got=covered
             )
     check_one_device(views)
-    check_no_overlap({**views, **{f"real_kv_sources[{i}]": source.rows for i, source in enumerate(sources)}}, _WRITTEN)
+    read = {f"real_kv_sources[{i}]": source.rows for i, source in enumerate(sources)}
+    check_no_overlap(views | read, [name for name in _WRITTEN if name in views])
     return CanaryBufferView(
         canary_buf=records,
         num_slots=num_slots,
         slot_stride=slot_stride,
         kernel_kind=check_int("kernel_kind", context.kernel_kind),
         violation_ring=ring,
+        violation_details=details,
         ring_capacity=ring.shape[0],
         violation_write_index=views["violation_write_index"],
         slot_run_counter=views["slot_run_counter"],
         kernel_run_counter=views["kernel_run_counter"],
+        skip_counters=views.get("skip_counters"),
         enable_chain_position_assert=views.get("enable_chain_position_assert"),
         real_kv_sources=tuple(
             RealKvSourceView(
@@ -384,6 +417,8 @@ def check_memory(buffers: Sequence[CanaryBufferView], views: Mapping[str, ArrayV
     for i, buffer in enumerate(buffers):
         for name in _WRITTEN:
             view = getattr(buffer, name)
+            if view is None:
+                continue
             if name == "canary_buf" or (name, view.pointer) not in shared:
                 written[f"{name} of context {i}" if i else name] = view
                 shared.add((name, view.pointer))

@@ -30,6 +30,16 @@ VIOLATION_FIELDS: Final = 8
 """int64 fields of a violation row: kernel_kind, slot_idx, position, stored_token, expected_token, stored_chain_hash,
 expected_aux, fail_reason_bits."""
 
+VIOLATION_DETAIL_FIELDS: Final = 13
+"""int64 fields of a violation's details: request, request_row, expected_position, prev_slot; token, position, prev_hash
+of the record there; next_slot; token, position, prev_hash of the record there; stored_real_kv_hash, real_kv_hash."""
+
+FREED_TOKEN: Final = -2
+"""Token of a tombstone: the record of a slot whose KV was given up. Its hashes are 0."""
+
+FREED_POSITION: Final = -2
+"""Position of a tombstone."""
+
 MAX_REAL_KV_SOURCES: Final = 4
 """Real-KV sources of one buffer."""
 
@@ -52,6 +62,8 @@ VERIFY_PLAIN_BLOCKS: Final = 4
 
 # Launch geometry of the write kernels; measured (docs/performance.md).
 WRITE_THREADS: Final = 128
+WRITE_BLOCKS: Final = 8
+"""Blocks on a multiprocessor that the compiler makes room for."""
 WRITE_WALK_THREADS: Final = 128
 WRITE_SCAN_THREADS: Final = 512
 WRITE_SCAN_ITEMS: Final = 4
@@ -69,6 +81,8 @@ PLAN_ENTRIES_THREADS: Final = 256
 
 SCATTER_THREADS: Final = 256
 
+MOVE_THREADS: Final = 256
+
 
 class StatusBit(enum.IntFlag):
     """What a kernel found wrong in its input values and worked around (or-ed into `out_status`)."""
@@ -78,6 +92,7 @@ class StatusBit(enum.IntFlag):
     SLOT_OUT_OF_MAPPING = 4
     WRITE_OFFSETS_INVALID = 8
     SCATTER_OUT_OF_RANGE = 16
+    MOVE_SLOT_OUT_OF_RANGE = 32
 
 
 class FailReason(enum.IntFlag):

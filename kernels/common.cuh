@@ -15,6 +15,10 @@ __device__ __forceinline__ void report_status(int* out_status, int status) {
   if (status != 0 && out_status != nullptr) atomicOr(out_status, status);
 }
 
+__device__ __forceinline__ void count(i64* counter, i64 amount) {
+  atomicAdd(reinterpret_cast<u64*>(counter), static_cast<u64>(amount));
+}
+
 // Requests of the batch: a number of the launch, or one in device memory that graph replays may find changed.
 __device__ __forceinline__ i64 batch_size(i64 bs, const int* bs_on_device) {
   return bs_on_device == nullptr ? bs : clamp(__ldg(bs_on_device), 0, bs);
@@ -150,10 +154,12 @@ struct CanaryBuffer {
   i64 slot_stride;
   i64 kernel_kind;
   i64* violation_ring;
+  i64* violation_details;  // null: none
   i64 ring_capacity;
   int* violation_write_index;
   i64* slot_run_counter;
   i64* kernel_run_counter;
+  i64* skip_counters;  // null: none
   const int* enable_chain_position_assert;
   i64 num_real_kv_sources;  // 0 also where the mode is NONE
   RealKvSource real_kv_sources[kMaxRealKvSources];
@@ -230,14 +236,15 @@ struct Violation {
 };
 
 // Stores the row if the ring has room and counts it. The counter saturates: a sum past the largest int, or a value
-// below zero that it held before, ends as the largest int, and no row is stored for it.
-__device__ __forceinline__ void record_violation(const CanaryBuffer& buffer, const Violation& violation) {
+// below zero that it held before, ends as the largest int, and no row is stored for it. Returns the place of the row's
+// details, or null.
+__device__ __forceinline__ i64* record_violation(const CanaryBuffer& buffer, const Violation& violation) {
   const int seq = atomicAdd(buffer.violation_write_index, 1);
   if (seq < 0 || seq == kInt32Max) {
     atomicExch(buffer.violation_write_index, kInt32Max);
-    return;
+    return nullptr;
   }
-  if (seq >= buffer.ring_capacity) return;
+  if (seq >= buffer.ring_capacity) return nullptr;
   i64* row = buffer.violation_ring + static_cast<i64>(seq) * kViolationFields;
   row[0] = buffer.kernel_kind;
   row[1] = violation.slot;
@@ -247,4 +254,30 @@ __device__ __forceinline__ void record_violation(const CanaryBuffer& buffer, con
   row[5] = violation.stored_chain_hash;
   row[6] = violation.expected_aux;
   row[7] = violation.fail_reason_bits;
+  if (buffer.violation_details == nullptr) return nullptr;
+  return buffer.violation_details + static_cast<i64>(seq) * kViolationDetailFields;
+}
+
+// What led to a violation.
+struct Origin {
+  i64 request;      // of the batch; -1: unknown
+  i64 request_row;  // likewise
+  i64 expected_position;
+  i64 prev_slot;
+  i64 next_slot;  // -1: none, or unknown
+};
+
+// Fields of a row of details.
+constexpr int kDetailPrevRecord = 4;
+constexpr int kDetailNextRecord = 8;
+constexpr int kDetailRealKvHashes = 11;
+
+// Stores details with zeros for what records and KV bytes would tell.
+__device__ __forceinline__ void store_details(i64* details, const Origin& origin) {
+  for (int field = 0; field < kViolationDetailFields; ++field) details[field] = 0;
+  details[0] = origin.request;
+  details[1] = origin.request_row;
+  details[2] = origin.expected_position;
+  details[3] = origin.prev_slot;
+  details[7] = origin.next_slot;
 }

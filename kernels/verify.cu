@@ -24,10 +24,22 @@ struct VerifyOptions {
   __device__ __forceinline__ bool is_padding(i64 slot) const { return slot >= 0 && slot == padding_slot; }
 };
 
-// What is wrong with the entry, if anything; the rule in full, for the few entries that are not plainly right.
-template <typename Chain>
-__device__ __forceinline__ void examine(const CanaryBuffer& buffer, const VerifyOptions& options, const Entry& entry,
-                                        i64 prev_slot, const Record& record, u64 real_kv_hash) {
+// Adds a neighbour's record to a violation's details, if it may be read.
+__device__ __forceinline__ void store_link(const CanaryBuffer& buffer, const VerifyOptions& options, i64 slot,
+                                           i64* fields) {
+  if (!buffer.has_slot(slot) || options.is_padding(slot)) return;
+  const Record record = buffer.load(slot);
+  fields[0] = static_cast<i64>(record.token);
+  fields[1] = static_cast<i64>(record.position);
+  fields[2] = static_cast<i64>(record.prev_hash);
+}
+
+// Reports what is wrong with entry t, if anything: the rule in full, for the few entries that are not plainly right.
+// Whether a check is left out.
+template <typename Chain, typename Walk>
+__device__ __forceinline__ bool examine(const CanaryBuffer& buffer, const VerifyOptions& options, Walk& walk, i64 t,
+                                        const Entry& entry, const Record& record, u64 real_kv_hash) {
+  const i64 prev_slot = walk.prev_slot(t, entry);
   const i64 expected_token = options.check_verify_expected_token ? entry.expected_token : -1;
   i64 bits = 0;
   u64 expected_hash = 0;
@@ -52,9 +64,20 @@ __device__ __forceinline__ void examine(const CanaryBuffer& buffer, const Verify
     if (expected_token != -1 && record.token != static_cast<u64>(expected_token)) bits |= kFailVerifyToken;
   }
   if (bits != 0) {
-    record_violation(buffer, {entry.slot, static_cast<i64>(record.position), static_cast<i64>(record.token),
-                              expected_token, static_cast<i64>(record.prev_hash), static_cast<i64>(expected_hash), bits});
+    i64* details =
+        record_violation(buffer, {entry.slot, static_cast<i64>(record.position), static_cast<i64>(record.token),
+                                  expected_token, static_cast<i64>(record.prev_hash),
+                                  static_cast<i64>(expected_hash), bits});
+    if (details != nullptr) {
+      const Origin origin = walk.origin(entry, prev_slot);
+      store_details(details, origin);
+      store_link(buffer, options, prev_slot, details + kDetailPrevRecord);
+      store_link(buffer, options, origin.next_slot, details + kDetailNextRecord);
+      details[kDetailRealKvHashes] = static_cast<i64>(record.real_kv_hash);
+      details[kDetailRealKvHashes + 1] = static_cast<i64>(real_kv_hash);
+    }
   }
+  return options.is_padding(entry.slot) || options.is_padding(prev_slot);
 }
 
 // Hands each warp a run of consecutive entries of the block's buffer, and counts. A walk gives the entries to all lanes,
@@ -62,7 +85,7 @@ __device__ __forceinline__ void examine(const CanaryBuffer& buffer, const Verify
 // In a walk with kIsPlain nothing but chain and position is to be checked: no real KV, no tokens, records of 16-byte parts.
 template <typename Chain, typename Walk>
 __device__ __forceinline__ void verify_entries(const CanaryBuffer& buffer, const VerifyOptions& options,
-                                               int num_entries, Walk& walk) {
+                                               const int* enable, int num_entries, Walk& walk) {
   const int lane = threadIdx.x % kWarpSize;
   const unsigned num_buffers = static_cast<unsigned>(options.num_buffers);
   const int warps_per_block = blockDim.x / kWarpSize;
@@ -70,13 +93,14 @@ __device__ __forceinline__ void verify_entries(const CanaryBuffer& buffer, const
   const unsigned num_warps = gridDim.x / num_buffers * warps_per_block;
   const unsigned warp = block * warps_per_block + threadIdx.x / kWarpSize;
   const i64 run_len = (static_cast<unsigned>(num_entries) + num_warps - 1) / num_warps;
-  const i64 begin = clamp(warp * run_len, 0, num_entries);
-  const i64 end = clamp(begin + run_len, 0, num_entries);
+  const i64 begin = warp * run_len;
+  const i64 end = min(begin + run_len, static_cast<i64>(num_entries));
   if (begin < end) {
     const i64 walk_begin = begin > 0 ? begin - 1 : 0;
     walk.start(walk_begin);
     u64 carried_link = 0;  // of the last lane's entry in the row before, for lane 0
     unsigned carried_is_read = 0;
+    int num_skipped = 0;
     for (i64 first = walk_begin; first < end; first += kRows * kWarpSize) {
       Entry entries[kRows];
       Record records[kRows];
@@ -118,15 +142,22 @@ __device__ __forceinline__ void verify_entries(const CanaryBuffer& buffer, const
                               (Walk::kIsPlain || !options.check_verify_expected_token || entry.expected_token == -1 ||
                                record.token == static_cast<u64>(entry.expected_token));
         if (entry.is_checked && !is_right) {
-          const i64 prev_slot = walk.prev_slot(first + k * kWarpSize + lane, entry);
-          examine<Chain>(buffer, options, entry, prev_slot, record, real_kv_hashes[k]);
+          const i64 t = first + k * kWarpSize + lane;
+          num_skipped += examine<Chain>(buffer, options, walk, t, entry, record, real_kv_hashes[k]);
         }
       }
     }
+    if (buffer.skip_counters != nullptr) {
+      for (int distance = 1; distance < kWarpSize; distance *= 2) {
+        num_skipped += __shfl_xor_sync(kFullWarp, num_skipped, distance);
+      }
+      if (lane == 0 && num_skipped != 0) count(buffer.skip_counters, num_skipped);
+    }
   }
   if (block == 0 && threadIdx.x == 0) {
-    atomicAdd(reinterpret_cast<u64*>(buffer.slot_run_counter), static_cast<u64>(num_entries));
-    atomicAdd(reinterpret_cast<u64*>(buffer.kernel_run_counter), 1ull);
+    count(buffer.slot_run_counter, num_entries);
+    count(buffer.kernel_run_counter, 1);
+    if (buffer.skip_counters != nullptr && __ldg(enable) == 0) count(buffer.skip_counters + 1, 1);
   }
 }
 
@@ -167,13 +198,17 @@ struct PlanWalk {
   }
 
   __device__ __forceinline__ i64 prev_slot(i64 t, const Entry&) const { return __ldg(args.verify_prev_slot_indices + t); }
+
+  __device__ __forceinline__ Origin origin(const Entry& entry, i64 prev_slot) const {
+    return {-1, -1, entry.position, prev_slot, -1};
+  }
 };
 
 template <typename Chain>
 __device__ __forceinline__ void verify(const VerifyArgs& args) {
   PlanWalk walk = {args};
   verify_entries<Chain>(args.buffers[blockIdx.x % static_cast<unsigned>(args.options.num_buffers)], args.options,
-                        entries_to_check(args.enable, args.verify_num_valid, args.verify_capacity), walk);
+                        args.enable, entries_to_check(args.enable, args.verify_num_valid, args.verify_capacity), walk);
 }
 
 extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
@@ -262,13 +297,13 @@ struct BatchWalk {
     row_slots = static_cast<const int*>(args.page_table.entries.data) + range.row * args.page_table.stride0;
   }
 
-  __device__ __forceinline__ i64 slot_at(i64 position) {
+  __device__ __forceinline__ i64 slot_at(i64 position, int& status) const {
     if (kIsPlain) return __ldg(row_slots + position);
     return map_to_swa(args.page_table.slot(range.row, position), args.full_to_swa_index_mapping, args.lut_len, status);
   }
 
   __device__ __forceinline__ i64 expected_token_at(i64 position) const {
-    if (kIsPlain || args.expected_tokens == nullptr || range.row >= args.expected_rows) return -1;
+    if (kIsPlain || range.row >= args.expected_rows) return -1;
     const i64 index = position + args.kv_token_id_vs_position_offset;
     if (index < 0 || index >= args.expected_width || index >= args.expected_valid_lens[r]) return -1;
     return __ldg(args.expected_tokens + range.row * args.expected_stride0 + index);
@@ -279,12 +314,18 @@ struct BatchWalk {
     if (t >= end) advance(t);
     const i64 position = first_position + t;
     if (position >= range.prefix_len) return {-1, 0, -1, false, false, false};
-    return {slot_at(position), position,     expected_token_at(position),
-            true,              position == 0, position > range.window_start};
+    return {slot_at(position, status), position,      expected_token_at(position),
+            true,                      position == 0, position > range.window_start};
   }
 
   __device__ __forceinline__ i64 prev_slot(i64, const Entry& entry) {
-    return entry.is_first ? -1 : slot_at(entry.position - 1);
+    return entry.is_first ? -1 : slot_at(entry.position - 1, status);
+  }
+
+  __device__ __forceinline__ Origin origin(const Entry& entry, i64 prev_slot) const {
+    const i64 next = entry.position + 1;
+    int ignored = 0;  // it is the status of another entry
+    return {r, range.row, entry.position, prev_slot, next < range.prefix_len ? slot_at(next, ignored) : -1};
   }
 };
 
@@ -295,7 +336,7 @@ __device__ __forceinline__ void verify_batch(const VerifyBatchArgs& args) {
       bs == 0 ? 0 : entries_to_check(args.verify_enable, args.verify_num_valid, args.verify_capacity);
   BatchWalk<kIsPlain> walk = {args, bs, 0, 0, 0, {0, 0, 0, false}, 0, nullptr};
   verify_entries<Chain>(args.buffers[blockIdx.x % static_cast<unsigned>(args.options.num_buffers)], args.options,
-                        num_entries, walk);
+                        args.verify_enable, num_entries, walk);
   report_status(args.out_status, walk.status);
 }
 

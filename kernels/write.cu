@@ -8,22 +8,20 @@ struct WriteArgs {
   const i64* write_offsets;
   const i64* write_seed_slot_indices;
   const int* write_num_valid_reqs;
-  const i64* input_ids;
-  const i64* positions;
-  const i64* out_cache_loc;
+  IndexArray input_ids;
+  IndexArray positions;
+  IndexArray out_cache_loc;
+  IndexArray full_to_swa_index_mapping;
   const i64* expected_input_tokens;  // null, with the next: no input check
   const i64* expected_input_positions;
   int* out_status;
   i64 write_req_capacity;
   i64 num_tokens;
+  i64 lut_len;
   i64 padding_slot;  // -1: there is none
   i64 num_buffers;
   CanaryBuffer buffers[kMaxBuffers];
 };
-
-__device__ __forceinline__ void count(i64* counter, i64 amount) {
-  atomicAdd(reinterpret_cast<u64*>(counter), static_cast<u64>(amount));
-}
 
 // A request's entries, and the slot of the record before them.
 struct Request {
@@ -70,12 +68,20 @@ struct Entry {
 
 __device__ __forceinline__ Entry no_entry() { return {-1, 0, 0}; }
 
+// Where entry i goes.
+__device__ __forceinline__ i64 load_slot(const WriteArgs& args, i64 i) {
+  int status = 0;
+  const i64 slot = map_to_swa(args.out_cache_loc[i], args.full_to_swa_index_mapping, args.lut_len, status);
+  report_status(args.out_status, status);
+  return slot;
+}
+
 // Past the end: an entry that is skipped.
 __device__ __forceinline__ Entry load_entry(const WriteArgs& args, i64 i, i64 end) {
   if (i >= end) return no_entry();
   const u64 token = static_cast<u64>(args.input_ids[i]);
   const u64 position = static_cast<u64>(args.positions[i]);
-  return {args.out_cache_loc[i], token, position};
+  return {load_slot(args, i), token, position};
 }
 
 struct ExpectedInput {
@@ -99,24 +105,31 @@ struct ChainEnd {
   bool checks_position;
 };
 
-// The chain's end at the seed; `is_reporter` in the one thread that records a seed that the buffer does not have.
+__device__ __forceinline__ void store_write_details(i64* details, const WriteArgs& args, i64 r, i64 expected_position) {
+  if (details != nullptr) store_details(details, {r, -1, expected_position, args.write_seed_slot_indices[r], -1});
+}
+
+// The chain's end at the seed of request r; `is_reporter` in the one thread that records a seed that the buffer does not
+// have.
 template <class Chain>
-__device__ __forceinline__ ChainEnd load_seed(const WriteArgs& args, const CanaryBuffer& buffer, i64 seed,
+__device__ __forceinline__ ChainEnd load_seed(const WriteArgs& args, const CanaryBuffer& buffer, i64 r, i64 seed,
                                               bool is_reporter) {
   const int* assertion = buffer.enable_chain_position_assert;
   const bool checks_position = assertion != nullptr && *assertion != 0;
   if (seed >= buffer.num_slots && seed != args.padding_slot && is_reporter) {
-    record_violation(buffer, {seed, 0, 0, 0, 0, 0, kFailPredecessorOutOfRange});
+    i64* details = record_violation(buffer, {seed, 0, 0, 0, 0, 0, kFailPredecessorOutOfRange});
+    store_write_details(details, args, r, 0);
   }
   if (!buffer.has_slot(seed) || seed == args.padding_slot) return {anchor_hash(), 0, false};
   const Record record = buffer.load(seed);
   return {Chain::link(record.prev_hash, record.token, record.position), record.position, checks_position};
 }
 
-// Records what is wrong with an entry, given the chain's end before it, and stores it if it is the last of its slot.
-__device__ __forceinline__ void finish_entry(const CanaryBuffer& buffer, const Entry& entry,
-                                             const ExpectedInput& expected, const ChainEnd& before, bool is_last,
-                                             u64 real_kv_hash) {
+// Records what is wrong with an entry of request r, given the chain's end before it, and stores it if it is the last of
+// its slot.
+__device__ __forceinline__ void finish_entry(const WriteArgs& args, const CanaryBuffer& buffer, i64 r,
+                                             const Entry& entry, const ExpectedInput& expected,
+                                             const ChainEnd& before, bool is_last, u64 real_kv_hash) {
   const bool has_slot = buffer.has_slot(entry.slot);
   const i64 token = static_cast<i64>(entry.token);
   const i64 position = static_cast<i64>(entry.position);
@@ -128,12 +141,16 @@ __device__ __forceinline__ void finish_entry(const CanaryBuffer& buffer, const E
   if (bits != 0) {
     const i64 expected_token = has_slot ? static_cast<i64>(expected.token) : token;
     const i64 expected_position = has_slot ? static_cast<i64>(expected.position) : 0;
-    record_violation(buffer, {entry.slot, position, token, expected_token, hash, expected_position, bits});
+    i64* details =
+        record_violation(buffer, {entry.slot, position, token, expected_token, hash, expected_position, bits});
+    store_write_details(details, args, r, expected_position);
   }
   const u64 next = before.position + 1;
   if (has_slot && before.checks_position && entry.position != next) {
-    record_violation(buffer,
-                     {entry.slot, position, token, token, hash, static_cast<i64>(next), kFailWritePosition});
+    const i64 expected_position = static_cast<i64>(next);
+    i64* details = record_violation(
+        buffer, {entry.slot, position, token, token, hash, expected_position, kFailWritePosition});
+    store_write_details(details, args, r, expected_position);
   }
   if (is_last) buffer.store(entry.slot, {entry.token, entry.position, before.hash, real_kv_hash});
 }
@@ -280,7 +297,7 @@ __device__ __forceinline__ void write_by_warps(const WriteArgs& args) {
   // Loaded beside the seed, not after it.
   Entry entry = load_entry(args, request.begin + lane, request.end);
   ExpectedInput expected = load_expected_input(args, request.begin + lane, request.end);
-  ChainEnd end = load_seed<Chain>(args, buffer, request.seed, lane == 0);
+  ChainEnd end = load_seed<Chain>(args, buffer, r, request.seed, lane == 0);
   i64 num_stored = 0;
   for (i64 first = request.begin; first < request.end; first += kWarpSize) {
     const bool has_slot = buffer.has_slot(entry.slot);
@@ -293,7 +310,7 @@ __device__ __forceinline__ void write_by_warps(const WriteArgs& args) {
     before.hash = follow_chain<Chain>(entry, stored_lanes, lane, end.hash);
     before.position = last_position(entry.position, stored_lanes & lanes_before(lane), end.position);
     end.position = last_position(entry.position, stored_lanes, end.position);
-    finish_entry(buffer, entry, expected, before, is_last, real_kv_hash);
+    finish_entry(args, buffer, r, entry, expected, before, is_last, real_kv_hash);
     num_stored += __popc(stored_lanes);
     entry = load_entry(args, first + kWarpSize + lane, request.end);
     expected = load_expected_input(args, first + kWarpSize + lane, request.end);
@@ -301,11 +318,13 @@ __device__ __forceinline__ void write_by_warps(const WriteArgs& args) {
   if (lane == 0) count(buffer.slot_run_counter, num_stored);
 }
 
-extern "C" __global__ void __launch_bounds__(kWriteThreads) kvc_write(const __grid_constant__ WriteArgs args) {
+extern "C" __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks)
+    kvc_write(const __grid_constant__ WriteArgs args) {
   write_by_warps<SplitMixChain>(args);
 }
 
-extern "C" __global__ void __launch_bounds__(kWriteThreads) kvc_write_affine(const __grid_constant__ WriteArgs args) {
+extern "C" __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks)
+    kvc_write_affine(const __grid_constant__ WriteArgs args) {
   write_by_warps<AffineChain>(args);
 }
 
@@ -313,6 +332,7 @@ extern "C" __global__ void __launch_bounds__(kWriteThreads) kvc_write_affine(con
 
 constexpr int kWalkRows = kWriteWalkThreads / kWarpSize - 1;  // of 32 entries in a chunk, one for each other warp
 constexpr int kWalkChunk = kWalkRows * kWarpSize;
+constexpr unsigned kNoSlot = ~0u;  // more slots than a buffer has
 
 // An entry on its way from one chunk's turn to the next.
 struct WalkedEntry {
@@ -325,11 +345,11 @@ struct WalkedEntry {
   bool is_last;  // of the chunk's entries that are stored in its slot
 };
 
-// Whether one of the entries from i to `end` has the slot.
-__device__ __forceinline__ bool is_used(const WriteArgs& args, i64 slot, i64 i, i64 end) {
+// Whether one of a chunk's entries from i on has the slot.
+__device__ __forceinline__ bool is_used(const unsigned* slots, unsigned slot, int i) {
   bool result = false;
 #pragma unroll 8
-  for (; i < end; ++i) result |= args.out_cache_loc[i] == slot;
+  for (; i < kWalkChunk; ++i) result |= slots[i] == slot;
   return result;
 }
 
@@ -341,6 +361,7 @@ extern "C" __global__ void __launch_bounds__(kWriteWalkThreads)
   __shared__ ulonglong2 packed[2][kWalkChunk];
   __shared__ int num_packed[2];
   __shared__ u64 hashes[2][kWalkChunk + 1];
+  __shared__ unsigned slots[2][kWalkChunk];  // kNoSlot where the buffer does not have it
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
   const bool is_of_walker = warp == kWalkRows;
@@ -361,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(kWriteWalkThreads)
 #pragma unroll
     for (int row = 0; row < kWalkRows; ++row) {
       const i64 of_row = first + row * kWarpSize + lane;
-      const bool is_stored = of_row < request.end && buffer.has_slot(args.out_cache_loc[of_row]);
+      const bool is_stored = of_row < request.end && buffer.has_slot(load_slot(args, of_row));
       const unsigned lanes = __ballot_sync(kFullWarp, is_stored);
       if (row < warp) place += __popc(lanes);
       if (row == warp) stored_lanes = lanes;
@@ -369,6 +390,7 @@ extern "C" __global__ void __launch_bounds__(kWriteWalkThreads)
     }
     place += __popc(stored_lanes & lanes_before(lane));
     if (stored_lanes >> lane & 1) pack(entry, packed[half][place]);
+    slots[half][threadIdx.x] = buffer.has_slot(entry.slot) ? static_cast<unsigned>(entry.slot) : kNoSlot;
     if (threadIdx.x == 0) num_packed[half] = num_stored;
     return {entry, expected, stored_lanes, place, 0, 0, false};
   };
@@ -378,21 +400,22 @@ extern "C" __global__ void __launch_bounds__(kWriteWalkThreads)
   int half = 0;
   ChainEnd seed = {0, 0, false};
   if (is_of_walker) {
-    seed = load_seed<SplitMixChain>(args, buffer, request.seed, lane == 0);
+    seed = load_seed<SplitMixChain>(args, buffer, r, request.seed, lane == 0);
   } else {
     walked = prepare(request.begin, half);
   }
   __syncthreads();
   // Its position, while the first chunk is walked. It may be of a slot that is stored: not before the next barrier.
-  if (!is_of_walker) seed = load_seed<SplitMixChain>(args, buffer, request.seed, false);
+  if (!is_of_walker) seed = load_seed<SplitMixChain>(args, buffer, r, request.seed, false);
   u64 x = without_last_step(seed.hash);
   u64 position = seed.position;
   i64 num_stored = 0;
   for (i64 first = request.begin; first < request.end + kWalkChunk; first += kWalkChunk) {
     if (!is_of_walker) {
       const u64 hash = last_step(hashes[half ^ 1][finished.place]);
-      finish_entry(buffer, finished.entry, finished.expected, {hash, finished.position_before, seed.checks_position},
-                   finished.is_last, finished.real_kv_hash);
+      const ChainEnd before = {hash, finished.position_before, seed.checks_position};
+      finish_entry(args, buffer, r, finished.entry, finished.expected, before, finished.is_last,
+                   finished.real_kv_hash);
       num_stored += __popc(finished.stored_lanes);
 
       finished = walked;
@@ -401,9 +424,8 @@ extern "C" __global__ void __launch_bounds__(kWriteWalkThreads)
       if (num_packed[half] != 0) position = position_of(num_packed[half] - 1);
       const i64 slot = finished.entry.slot;
       if (buffer.has_slot(slot)) finished.real_kv_hash = buffer.hash_real_kv(slot);
-      const i64 next_row = first + (warp + 1) * kWarpSize;
       finished.is_last = is_last_in_warp(finished.entry, finished.stored_lanes, lane) &&
-                         !is_used(args, slot, next_row, min(request.end, first + kWalkChunk));
+                         !is_used(slots[half], static_cast<unsigned>(slot), (warp + 1) * kWarpSize);
 
       walked = prepare(first + kWalkChunk, half ^ 1);
     } else if (lane == 0) {
@@ -476,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(kWriteScanThreads)
   Entry next[kWriteScanItems];
 #pragma unroll
   for (int k = 0; k < kWriteScanItems; ++k) next[k] = load_entry(args, request.begin + own + k, request.end);
-  ChainEnd end = load_seed<AffineChain>(args, buffer, request.seed, threadIdx.x == 0);
+  ChainEnd end = load_seed<AffineChain>(args, buffer, r, request.seed, threadIdx.x == 0);
   i64 num_stored = 0;
   for (i64 first = request.begin; first < request.end; first += kScanChunk) {
     Entry entries[kWriteScanItems];
@@ -540,7 +562,7 @@ extern "C" __global__ void __launch_bounds__(kWriteScanThreads)
       const bool is_last = has_slot && table.is_last(own + k, places[k]);
       const u64 real_kv_hash = is_last ? buffer.hash_real_kv(entry.slot) : 0;
       const ExpectedInput expected = load_expected_input(args, first + own + k, request.end);
-      finish_entry(buffer, entry, expected, before, is_last, real_kv_hash);
+      finish_entry(args, buffer, r, entry, expected, before, is_last, real_kv_hash);
       if (!has_slot) continue;
       before.hash = kAffineMultiplier * before.hash + addends[k];
       before.position = entry.position;

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..constants import AFFINE_MULTIPLIER, CANARY_CHAIN_ANCHOR, CANARY_FIELDS_PER_SLOT, INT32_MAX
+from ..constants import (
+    AFFINE_MULTIPLIER,
+    CANARY_CHAIN_ANCHOR,
+    CANARY_FIELDS_PER_SLOT,
+    INT32_MAX,
+    VIOLATION_DETAIL_FIELDS,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,8 +63,15 @@ def hash_real_kv(buffer: CanaryBufferView, slots: Int64s) -> UInt64s:
     return hashes
 
 
-def append_violations(buffer: CanaryBufferView, rows: Int64s) -> None:
-    """Store the rows that the ring has room for, and count all of them; the counter saturates."""
+def no_details(count: int) -> Int64s:
+    """Details of so many violations of which nothing is known."""
+    details = np.zeros((count, VIOLATION_DETAIL_FIELDS), np.int64)
+    details[:, [0, 1, 3, 7]] = -1
+    return details
+
+
+def append_violations(buffer: CanaryBufferView, rows: Int64s, details: Int64s) -> None:
+    """Store the rows that the ring has room for with their details, and count all of them; the counter saturates."""
     if not len(rows):
         return
     count = int(buffer.violation_write_index[0])
@@ -67,4 +80,6 @@ def append_violations(buffer: CanaryBufferView, rows: Int64s) -> None:
     room = max(0, min(buffer.ring_capacity, INT32_MAX) - count)
     stored = rows[:room]
     buffer.violation_ring[count : count + len(stored)] = stored
+    if buffer.violation_details is not None:
+        buffer.violation_details[count : count + len(stored)] = details[:room]
     buffer.violation_write_index[0] = min(count + len(rows), INT32_MAX)

@@ -8,9 +8,11 @@ import numpy as np
 
 from ..constants import FailReason
 from .page_table import batch_size, map_to_swa, read_ranges, slots
-from .records import anchor_hash, append_violations, hash_real_kv, link, records
+from .records import anchor_hash, append_violations, hash_real_kv, link, no_details, records
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from ..buffers import CanaryBufferView, Chain
@@ -26,6 +28,9 @@ class Entries(NamedTuple):
     prev_slots: Int64s
     positions: Int64s
     expected_tokens: Int64s
+    requests: Int64s
+    request_rows: Int64s
+    next_slots: Int64s
 
 
 def verify(
@@ -44,11 +49,13 @@ def verify(
 ) -> None:
     """Same arguments, results and bytes as the kernel, but for the order of violations."""
     num_entries = int(np.clip(verify_num_valid[0], 0, len(verify_slot_indices))) if enable[0] else 0
+    unknown = np.full(num_entries, -1, np.int64)
     arrays = (verify_slot_indices, verify_prev_slot_indices, verify_expected_positions, verify_expected_tokens)
-    entries = Entries(*(array[:num_entries] for array in arrays))
+    entries = Entries(*(array[:num_entries] for array in (*arrays, unknown, unknown, unknown)))
     for buffer in buffers:
-        _check(buffer, entries, check_verify_expected_token, padding_slot, check_holes, chain)
-        _count(buffer, num_entries)
+        for part in _parts(entries):
+            _check(buffer, part, check_verify_expected_token, padding_slot, check_holes, chain)
+        _count(buffer, num_entries, is_enabled=bool(enable[0]))
 
 
 def verify_batch(
@@ -93,6 +100,11 @@ def verify_batch(
     prev_slots = np.full(len(positions), -1, np.int64)
     before = slots(page_table, rows[has_prev], positions[has_prev] - 1)
     prev_slots[has_prev], prev_status = map_to_swa(before, full_to_swa_index_mapping)
+    next_slots = np.full(len(positions), -1, np.int64)
+    if any(buffer.violation_details is not None for buffer in buffers):
+        has_next = np.flatnonzero(positions + 1 < ranges.prefix_lens[r_of_used][present])
+        behind = slots(page_table, rows[has_next], positions[has_next] + 1)
+        next_slots[has_next], _ = map_to_swa(behind, full_to_swa_index_mapping)
     tokens = np.full(len(positions), -1, np.int64)
     if req_to_verify_expected_tokens is not None and req_to_verify_expected_tokens_valid_lens is not None:
         pool_rows, width = req_to_verify_expected_tokens.shape
@@ -101,12 +113,22 @@ def verify_batch(
         known &= index < req_to_verify_expected_tokens_valid_lens[r[present]]
         tokens[known] = req_to_verify_expected_tokens[rows[known], index[known]]
 
-    entries = Entries(at_positions, prev_slots, positions, tokens)
+    entries = Entries(at_positions, prev_slots, positions, tokens, r[present], rows, next_slots)
     for buffer in buffers:
-        _check(buffer, entries, check_verify_expected_token, padding_slot, check_holes, chain)
-        _count(buffer, num_entries)
+        for part in _parts(entries):
+            _check(buffer, part, check_verify_expected_token, padding_slot, check_holes, chain)
+        _count(buffer, num_entries, is_enabled=bool(verify_enable[0]))
     if out_status is not None:
         out_status[0] |= ranges.status | status | prev_status
+
+
+_PART = 16384
+"""Entries that are checked at a time: arrays of so many stay in a processor's cache, which doubles the speed."""
+
+
+def _parts(entries: Entries) -> Iterator[Entries]:
+    for start in range(0, len(entries.slots), _PART):
+        yield Entries(*(array[start : start + _PART] for array in entries))
 
 
 def _check(
@@ -117,7 +139,7 @@ def _check(
     check_holes: bool,
     chain: Chain,
 ) -> None:
-    """Append a violation for each entry that is not as its record says."""
+    """Append a violation for each entry that is not as its record says; count the checks that are left out."""
     slots, prev_slots = entries.slots, entries.prev_slots
     expected_tokens = entries.expected_tokens if check_verify_expected_token else np.full(len(slots), -1, np.int64)
     is_padding = (slots == padding_slot) & (slots >= 0)
@@ -157,9 +179,28 @@ def _check(
     for column, values in ((2, position), (3, token), (5, prev_hash), (6, expected_hash)):
         rows[:, column] = values[failed].view(np.int64)
     rows[:, 1], rows[:, 7] = slots[failed], bits[failed]
-    append_violations(buffer, rows)
+    details = no_details(len(failed))
+    for column, known in (
+        (0, entries.requests),
+        (1, entries.request_rows),
+        (2, entries.positions),
+        (3, prev_slots),
+        (7, entries.next_slots),
+        (11, real_kv_hash.view(np.int64)),
+        (12, real_kv.view(np.int64)),
+    ):
+        details[:, column] = known[failed]
+    for column in (3, 7):
+        neighbours = details[:, column]
+        is_known = (neighbours >= 0) & (neighbours < buffer.num_slots) & (neighbours != padding_slot)
+        details[is_known, column + 1 : column + 4] = fields[neighbours[is_known], :3].view(np.int64)
+    append_violations(buffer, rows, details)
+    if buffer.skip_counters is not None:
+        buffer.skip_counters[0] += np.count_nonzero(is_padding | unreachable)
 
 
-def _count(buffer: CanaryBufferView, num_entries: int) -> None:
+def _count(buffer: CanaryBufferView, num_entries: int, *, is_enabled: bool) -> None:
     buffer.slot_run_counter[0] += num_entries
     buffer.kernel_run_counter[0] += 1
+    if buffer.skip_counters is not None and not is_enabled:
+        buffer.skip_counters[1] += 1

@@ -39,12 +39,18 @@ class HostBuffer:
     sources: list[HostSource] = field(default_factory=list)
     mode: int = 0
     enable_chain_position_assert: int | None = None
+    is_detailed: bool = False
+    """With details of violations, and counters of skipped checks."""
     ring: Array = field(init=False)
+    details: Array = field(init=False)
+    skip_counters: Array = field(init=False)
     slot_run_counter: int = 0
     kernel_run_counter: int = 0
 
     def __post_init__(self) -> None:
         self.ring = np.full((self.ring_capacity, 8), FILL, np.int64)
+        self.details = np.full((self.ring_capacity, 13), FILL, np.int64)
+        self.skip_counters = np.zeros(2, np.int64)
 
     @classmethod
     def empty(cls, num_slots: int, stride: int = 32, **options: Any) -> HostBuffer:
@@ -70,21 +76,35 @@ class HostBuffer:
             ),
             real_kv_hash_mode=self.mode,
             enable_chain_position_assert=None if flag is None else backend.array(np.array([flag], np.int32)),
+            violation_details=backend.array(self.details) if self.is_detailed else None,
+            skip_counters=backend.array(self.skip_counters) if self.is_detailed else None,
         )
 
     def read_back(self, backend: ArrayBackend, context: VerifyOrWriteContext) -> None:
         self.canary_buf = backend.to_numpy(context.canary_buf)
         self.ring = backend.to_numpy(context.violation_ring)
+        if context.violation_details is not None:
+            self.details = backend.to_numpy(context.violation_details)
+        if context.skip_counters is not None:
+            self.skip_counters = backend.to_numpy(context.skip_counters)
         self.violation_count = int(backend.to_numpy(context.violation_write_index)[0])
         self.slot_run_counter = int(backend.to_numpy(context.slot_run_counter)[0])
         self.kernel_run_counter = int(backend.to_numpy(context.kernel_run_counter)[0])
 
     @property
     def violations(self) -> list[tuple[int, ...]]:
-        """The stored rows, sorted; checks that the rest of the ring is untouched."""
-        stored = min(max(self.violation_count, 0), self.ring_capacity)
-        assert (self.ring[stored:] == FILL).all()
-        return sorted(tuple(row) for row in self.ring[:stored].tolist())
+        """The stored rows, each with its details if there are any, sorted; the rest of both arrays is untouched."""
+        return self.rows(0, min(max(self.violation_count, 0), self.ring_capacity))
+
+    def rows(self, begin: int, end: int) -> list[tuple[int, ...]]:
+        """Rows of the ring as in `violations`, where only those are stored."""
+        for array in (self.ring, self.details):
+            assert (array[:begin] == FILL).all()
+            assert (array[end:] == FILL).all()
+        if not self.is_detailed:
+            assert (self.details == FILL).all()
+            return sorted(tuple(row) for row in self.ring[begin:end].tolist())
+        return sorted(tuple(row) for row in np.hstack([self.ring, self.details])[begin:end].tolist())
 
     def record(self, slot: int) -> list[int]:
         """token, position, prev_hash, real_kv_hash as unsigned numbers."""

@@ -151,7 +151,7 @@ class _OneKernelApart(NumpyBackend):
 
 def _ordered(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Violations are recorded in any order."""
-    return array[np.lexsort(array.T)] if name == "violation_ring" else array
+    return array[np.lexsort(array.T)] if name in ("violation_ring", "violation_details") else array
 
 
 def place(stem: str, text: str) -> str:

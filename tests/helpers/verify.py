@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,14 @@ class Entry(NamedTuple):
     expected_token: int = -1
 
 
+class Origin(NamedTuple):
+    """What a batch knows about an entry, and a plan does not."""
+
+    request: int = -1
+    row: int = -1
+    next_slot: int = -1
+
+
 @dataclass
 class Batch:
     """Requests and their page table, in host memory."""
@@ -46,6 +55,12 @@ class Batch:
 
     def entries(self) -> list[Entry]:
         """What the batch reads, as the contract of plan entries says."""
+        return [entry for entry, _ in self.entries_and_origins()]
+
+    def origins(self) -> list[Origin]:
+        return [origin for _, origin in self.entries_and_origins()]
+
+    def entries_and_origins(self) -> list[tuple[Entry, Origin]]:
         found = []
         for r, (row, prefix) in enumerate(zip(self.rows, self.prefix_lens, strict=True)):
             if not 0 < row < len(self.table):
@@ -53,7 +68,8 @@ class Batch:
             prefix = min(max(prefix, 0), self.table.shape[1])
             for position in range(max(prefix - self.window, 0) if self.window else 0, prefix):
                 before = self._slot(row, position - 1) if position else -1
-                found.append(Entry(self._slot(row, position), before, position, self._token(r, row, position)))
+                entry = Entry(self._slot(row, position), before, position, self._token(r, row, position))
+                found.append((entry, Origin(r, row, self._slot(row, position + 1) if position + 1 < prefix else -1)))
         return found
 
     def _slot(self, row: int, position: int) -> int:
@@ -75,14 +91,19 @@ def expected_violations(
     entries: Sequence[Entry],
     *,
     check_tokens: bool,
+    origins: Sequence[Origin] = (),
     chain: str = "splitmix64",
     padding_slot: int | None = 0,
     check_holes: bool = False,
 ) -> list[tuple[int, ...]]:
-    """All rows that verifying the entries must report, sorted."""
+    """All rows that verifying the entries must report, with their details if the buffer has them, sorted."""
     num_slots = len(buffer.canary_buf)
     rows = []
-    for slot, prev_slot, position, token in entries:
+
+    def link_of(slot: int) -> list[int]:
+        return buffer.record(slot)[:3] if 0 <= slot < num_slots and slot != padding_slot else [0, 0, 0]
+
+    for (slot, prev_slot, position, token), origin in zip_longest(entries, origins, fillvalue=Origin()):
         stored = buffer.record(slot) if 0 <= slot < num_slots and slot != padding_slot else [0, 0, 0, 0]
         bits, expected_hash = 0, 0
         if prev_slot < 0:
@@ -105,8 +126,22 @@ def expected_violations(
             bits |= 32 if wanted != -1 and signed(stored[0]) != wanted else 0
         if bits:
             fields = (stored[1], stored[0], wanted % 2**64, stored[2], expected_hash)
-            rows.append((buffer.kernel_kind, slot, *map(signed, fields), bits))
+            row = (buffer.kernel_kind, slot, *map(signed, fields), bits)
+            is_read = 0 <= slot < num_slots and slot != padding_slot
+            hashes = (stored[3], buffer.real_kv_hash(slot) if is_read else 0)
+            details = (
+                *(origin.request, origin.row, position),
+                *(prev_slot, *link_of(prev_slot)),
+                *(origin.next_slot, *link_of(origin.next_slot)),
+                *hashes,
+            )
+            rows.append((*row, *map(signed, details)) if buffer.is_detailed else row)
     return sorted(rows)
+
+
+def expected_skips(entries: Sequence[Entry], padding_slot: int | None = 0) -> int:
+    """Entries of which a check is left out."""
+    return sum(padding_slot in (entry.slot, entry.prev_slot) for entry in entries)
 
 
 def make_plan(

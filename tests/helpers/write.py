@@ -15,7 +15,6 @@ from cupy_kvcanary.ops import write as write_op
 from cupy_kvcanary.ops.write import launch_canary_write_kernel
 from cupy_kvcanary.types import WritePlan
 from tests.helpers.buffers import MASK, HostBuffer, link, signed, splitmix64
-from tests.helpers.golden import FILL
 
 if TYPE_CHECKING:
     from tests.helpers.backends import ArrayBackend
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 ANCHOR = splitmix64(0xC0FFEE1234567890)
 PLAN = ("write_offsets", "write_seed_slot_indices", "write_num_valid_reqs")
 ENTRIES = ("input_ids", "positions", "out_cache_loc", "expected_input_tokens", "expected_input_positions")
+MAPPING = "full_to_swa_index_mapping"
 
 KERNELS = ("kvc_write", "kvc_write_walk", "kvc_write_affine", "kvc_write_affine_scan")
 
@@ -41,14 +41,23 @@ def make_arguments(
     num_valid: int | None = None,
     expected_tokens: Any = None,
     expected_positions: Any = None,
+    mapping: Any = None,
 ) -> dict[str, Any]:
-    """The plan's arrays and the entries', by their names."""
+    """The plan's arrays and the entries', by their names, and the mapping of slots."""
     values = dict(zip(ENTRIES, (tokens, positions, slots, expected_tokens, expected_positions), strict=True))
     return {
         "write_offsets": np.array(offsets, np.int64),
         "write_seed_slot_indices": np.array(seeds, np.int64),
         "write_num_valid_reqs": np.array([len(seeds) if num_valid is None else num_valid], np.int32),
         **{name: None if value is None else np.array(value, np.int64) for name, value in values.items()},
+        MAPPING: None if mapping is None else np.array(mapping, np.int64),
+    }
+
+
+def with_dtypes(arguments: dict[str, Any], **dtypes: Any) -> dict[str, Any]:
+    """Some of the arrays as another dtype, in which their values may be other ones."""
+    return arguments | {
+        name: arguments[name].astype(dtype) for name, dtype in dtypes.items() if arguments[name] is not None
     }
 
 
@@ -86,6 +95,7 @@ def write(
             plan=WritePlan(**{name: on_device[name] for name in PLAN}),
             enable_write_input_assert=on_device["expected_input_tokens"] is not None,
             **{name: on_device[name] for name in ENTRIES},
+            full_to_swa_index_mapping=on_device.get(MAPPING),
             padding_slot=padding_slot,
             chain=chain,
             out_status=status,
@@ -117,7 +127,13 @@ def expected_write(before: HostBuffer, arguments: dict[str, Any], chain: str, pa
     after.canary_buf = before.canary_buf.copy()
     num_reqs = min(max(num_valid[0], 0), len(seeds))
     status = 0 if num_reqs == num_valid[0] else 8
+    mapping = lists.get(MAPPING)
     rows: list[tuple[int, ...]] = []
+
+    def report(r: int, *row: int) -> None:
+        details = (r, -1, row[5], seeds[r], 0, 0, 0, -1, 0, 0, 0, 0, 0)
+        rows.append((kind, *row, *(details if before.is_detailed else ())))
+
     writers: dict[int, set[int]] = {}
     readers: list[tuple[int, int]] = []
     num_stored = 0
@@ -130,7 +146,7 @@ def expected_write(before: HostBuffer, arguments: dict[str, Any], chain: str, pa
         seed, h, last = seeds[r], ANCHOR, None
         if seed >= 0 and seed != padding_slot:
             if seed >= num_slots:
-                rows.append((kind, seed, 0, 0, 0, 0, 0, 128))
+                report(r, seed, 0, 0, 0, 0, 0, 128)
             else:
                 readers.append((r, seed))
                 token, position, prev_hash, _ = before.record(seed)
@@ -138,19 +154,20 @@ def expected_write(before: HostBuffer, arguments: dict[str, Any], chain: str, pa
                 last = position if before.enable_chain_position_assert else None
         for i in range(begin, end):
             token, position, slot = tokens[i], positions[i], slots[i]
+            if mapping is not None and slot >= 0:
+                status |= 4 if slot >= len(mapping) else 0
+                slot = mapping[min(slot, len(mapping) - 1)]
             if slot < 0:
                 continue
             if slot >= num_slots:
-                rows.append((kind, slot, position, token, token, signed(h), 0, 256))
+                report(r, slot, position, token, token, signed(h), 0, 256)
                 continue
             if expected_tokens is not None:
                 bits = (8 if token != expected_tokens[i] else 0) | (16 if position != expected_positions[i] else 0)
                 if bits:
-                    rows.append(
-                        (kind, slot, position, token, expected_tokens[i], signed(h), expected_positions[i], bits)
-                    )
+                    report(r, slot, position, token, expected_tokens[i], signed(h), expected_positions[i], bits)
             if last is not None and position & MASK != (last + 1) & MASK:
-                rows.append((kind, slot, position, token, token, signed(h), signed((last + 1) & MASK), 16))
+                report(r, slot, position, token, token, signed(h), signed((last + 1) & MASK), 16)
             after.set_record(slot, token, position, h, before.real_kv_hash(slot))
             writers.setdefault(slot, set()).add(r)
             num_stored += 1
@@ -183,7 +200,4 @@ def assert_written(
         np.testing.assert_array_equal(buffer.canary_buf, result.buffer.canary_buf)
         assert buffer.violation_count == min(count + len(result.rows), 2**31 - 1)
         stored = min(len(result.rows), max(0, buffer.ring_capacity - count))
-        rows = [tuple(row) for row in buffer.ring[count : count + stored].tolist()]
-        assert not Counter(rows) - Counter(result.rows)
-        assert (buffer.ring[:count] == FILL).all()
-        assert (buffer.ring[count + stored :] == FILL).all()
+        assert not Counter(buffer.rows(count, count + stored)) - Counter(result.rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +14,18 @@ from hypothesis import strategies as st
 from cupy_kvcanary import KvCanaryError, StatusBit
 from cupy_kvcanary.buffers import CHAINS, forget_chain, remember_chain
 from cupy_kvcanary.ops.verify import launch_canary_verify_kernel
-from tests.helpers.buffers import HostBuffer, HostSource
+from tests.helpers.buffers import HostBuffer, HostSource, link, signed
 from tests.helpers.golden import GoldenFile
-from tests.helpers.verify import Batch, Entry, expected_violations, make_plan, verify_batch, verify_plan
+from tests.helpers.verify import (
+    ANCHOR,
+    Batch,
+    Entry,
+    expected_skips,
+    expected_violations,
+    make_plan,
+    verify_batch,
+    verify_plan,
+)
 
 if TYPE_CHECKING:
     from tests.helpers.backends import ArrayBackend
@@ -208,6 +218,110 @@ class TestReportedFaults:
         assert found(backend, buffer, Batch(table, [2], [20], window=8), chain=chain) == {ring[12]: 1}
 
 
+# -- details of violations, and skipped checks ---------------------------------------------------------------------
+
+
+def test_05_in_detail(backend: ArrayBackend) -> None:
+    """Slot 11 does not follow on the damaged record of slot 7; the details show that record and the one behind."""
+    buffer = stamped(is_detailed=True)
+    hashes = [signed(buffer.record(slot)[2]) for slot in SLOTS]
+    buffer.set_record(7, 99)
+    expected = signed(link("splitmix64", *buffer.record(7)[:3]))
+    row = (0, 11, 4, 15, -1, hashes[4], expected, 1)
+    from_plan = copy.deepcopy(buffer)
+    verify_plan(backend, [from_plan], make_plan(backend, row_2().entries()), check_tokens=False)
+    assert from_plan.violations == [(*row, -1, -1, 4, 7, 99, 3, hashes[3], -1, 0, 0, 0, 0, 0)]
+    verify_batch(backend, [buffer], row_2())
+    assert buffer.violations == [(*row, 0, 2, 4, 7, 99, 3, hashes[3], 13, 16, 5, hashes[5], 0, 0)]
+    assert buffer.skip_counters.tolist() == from_plan.skip_counters.tolist() == [0, 0]
+
+
+def test_06_in_detail(backend: ArrayBackend) -> None:
+    """Slot 3 holds another request's first token, in the middle of request 1 of the batch."""
+    kv = np.random.default_rng(0).integers(0, 256, (64, 32), dtype=np.uint8)
+    buffer = stamped(is_detailed=True, sources=[HostSource(kv, 1, 32, 32)], mode=2)
+    hashes = [signed(buffer.record(slot)[2]) for slot in SLOTS]
+    buffer.stamp([3], [77])
+    kv[3, 0] ^= 1
+    stored, now = signed(buffer.record(3)[3]), signed(buffer.real_kv_hash(3))
+    anchor, of_9, of_3 = (signed(h) for h in (ANCHOR, *(link("splitmix64", *buffer.record(s)[:3]) for s in (9, 3))))
+    table = np.zeros((6, 16), np.int32)
+    table[2, :6] = SLOTS
+    verify_batch(backend, [buffer], Batch(table, [0, 2], [9, 6]))
+    of_7 = signed(buffer.record(7)[3])
+    assert buffer.violations == [
+        (0, 3, 0, 77, -1, anchor, of_9, 7, 1, 2, 2, 9, 12, 1, hashes[1], 7, 14, 3, hashes[3], stored, now),
+        (0, 7, 3, 14, -1, hashes[3], of_3, 1, 1, 2, 3, 3, 77, 0, anchor, 11, 15, 4, hashes[4], of_7, of_7),
+    ]
+
+
+def test_details_of_what_cannot_be_read(backend: ArrayBackend) -> None:
+    """A hole and slots that the buffer does not have, as themselves and as neighbours."""
+    buffer = stamped(is_detailed=True)
+    batch = row_2([5, 0, 64, -3, 13])
+    verify_batch(backend, [buffer], batch, check_holes=True)
+    details = {(row[1], row[7]): row[8:] for row in buffer.violations}
+    h = [signed(value) for value in buffer.record(5)[:3]]
+    assert details == {
+        (0, 512): (0, 2, 1, 5, *h, 64, 0, 0, 0, 0, 0),
+        (64, 64): (0, 2, 2, 0, 0, 0, 0, -3, 0, 0, 0, 0, 0),
+        (-3, 64 | 128): (0, 2, 3, 64, 0, 0, 0, 13, *map(signed, buffer.record(13)[:3]), 0, 0),
+        (13, 3): (0, 2, 4, -3, 0, 0, 0, -1, 0, 0, 0, 0, 0),
+    }
+    assert buffer.skip_counters.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("check_holes", [False, True])
+def test_11_skipped_checks_are_counted(backend: ArrayBackend, check_holes: bool) -> None:
+    """The hole itself and what follows on it; a hole behind a hole counts once."""
+    buffer = stamped(is_detailed=True)
+    for slots, total in (([5, 9, 3, 0, 11, 13], 2), ([5, 9, 0, 0, 11, 0], 6), (SLOTS, 6)):
+        verify_batch(backend, [buffer], row_2(slots), check_holes=check_holes)
+        assert buffer.skip_counters.tolist() == [total, 0]
+    verify_plan(
+        backend, [buffer], make_plan(backend, row_2([0, 0, 3]).entries()), check_tokens=False, check_holes=check_holes
+    )
+    assert buffer.skip_counters.tolist() == [9, 0]
+
+
+def test_disabled_launches_are_counted(backend: ArrayBackend) -> None:
+    buffer = HostBuffer.empty(64, is_detailed=True)
+    verify_plan(backend, [buffer], make_plan(backend, row_2().entries(), enable=0), check_tokens=False)
+    verify_batch(backend, [buffer], row_2(), verify_capacity=5)
+    verify_batch(backend, [buffer], row_2(), verify_capacity=6)
+    assert buffer.skip_counters.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("count", [33, 32769])
+def test_many_skipped_checks(backend: ArrayBackend, count: int) -> None:
+    buffer = HostBuffer.empty(4, is_detailed=True)
+    verify_batch(backend, [buffer], Batch(np.zeros((2, count), np.int32), [1], [count]))
+    assert buffer.skip_counters.tolist() == [count, 0]
+
+
+def test_details_beyond_the_ring_are_not_stored(backend: ArrayBackend) -> None:
+    buffer = HostBuffer.empty(64, ring_capacity=2, is_detailed=True)
+    verify_batch(backend, [buffer], row_2())
+    assert buffer.violation_count == 6
+    assert len(buffer.violations) == 2
+
+
+def test_buffers_share_details_and_counters(backend: ArrayBackend) -> None:
+    first = HostBuffer.empty(64, is_detailed=True, kernel_kind=1).on_device(backend)
+    second = replace(first, canary_buf=backend.array(np.zeros((64, 32), np.uint8)), kernel_kind=2)
+    plan = make_plan(backend, row_2([5, 0, 3]).entries())
+    launch_canary_verify_kernel(context=[first, second], plan=plan, check_verify_expected_token=False)
+    result = HostBuffer.empty(64, is_detailed=True)
+    result.read_back(backend, first)
+    assert [row[:2] + row[9:12] for row in result.violations] == [
+        (kind, slot, -1, position, prev) for kind in (1, 2) for slot, position, prev in ((3, 2, 0), (5, 0, -1))
+    ]
+    assert result.skip_counters.tolist() == [4, 0]
+
+
+# -- limits -------------------------------------------------------------------------------------------------------
+
+
 def test_15_a_prefix_longer_than_its_row_is_clamped(backend: ArrayBackend) -> None:
     table = np.zeros((6, 6), np.int32)
     table[2], table[3] = SLOTS, 60  # the next row must not be read
@@ -367,7 +481,15 @@ def damaged_caches(draw: st.DrawFn) -> tuple[list[HostBuffer], Batch, dict[str, 
             kv = rng.integers(0, 256, (rows, page_size * per_token + 16 * draw(st.integers(0, 2))), dtype=np.uint8)
             sources.append(HostSource(kv, page_size, per_token, 16 * draw(st.integers(1, per_token // 16))))
         stride = draw(st.sampled_from([32, 40, 48, 64]))
-        buffer = HostBuffer.empty(num_slots, stride, kernel_kind=kind, ring_capacity=1000, sources=sources, mode=mode)
+        buffer = HostBuffer.empty(
+            num_slots,
+            stride,
+            kernel_kind=kind,
+            ring_capacity=1000,
+            sources=sources,
+            mode=mode,
+            is_detailed=draw(st.booleans()),
+        )
         for row in range(1, num_requests + 1):
             buffer.stamp(table[row].tolist(), rng.integers(0, 1000, width).tolist(), chain)
         for _ in range(draw(st.integers(0, 3))):
@@ -405,14 +527,22 @@ def test_contract_holds_for_any_damage(
 ) -> None:
     buffers, batch, options = copy.deepcopy(cache)
     entries = batch.entries()
-    expected = [expected_violations(buffer, entries, check_tokens=batch.check_tokens, **options) for buffer in buffers]
+    expected = [
+        [
+            expected_violations(buffer, entries, check_tokens=batch.check_tokens, origins=origins, **options)
+            for origins in ((), batch.origins())
+        ]
+        for buffer in buffers
+    ]
+    skipped = expected_skips(entries, options["padding_slot"])
     from_plan = copy.deepcopy(buffers)
     verify_plan(backend, from_plan, make_plan(backend, entries), check_tokens=batch.check_tokens, **options)
     verify_batch(backend, buffers, batch, **options)
-    for rows, *results in zip(expected, from_plan, buffers, strict=True):
-        for result in results:
+    for of_buffer, *results in zip(expected, from_plan, buffers, strict=True):
+        for rows, result in zip(of_buffer, results, strict=True):
             assert result.violations == rows
             assert (result.violation_count, result.slot_run_counter) == (len(rows), len(entries))
+            assert result.skip_counters.tolist() == [skipped if result.is_detailed else 0, 0]
 
 
 extreme = st.sampled_from([-(2**63), -(2**31), -1, 0, 1, 63, 64, 2**31 - 1, 2**32, 2**32 + 5, 2**63 - 1])
@@ -436,7 +566,8 @@ def test_hostile_plans_read_nothing_outside(
     chain: str,
 ) -> None:
     """Any value in a plan: violations as the contract says, and the sanitized backends see no stray access."""
-    buffer = HostBuffer.empty(num_slots, sources=[HostSource(np.ones((num_slots, 16), np.uint8), 1, 16, 16)], mode=2)
+    source = HostSource(np.ones((num_slots, 16), np.uint8), 1, 16, 16)
+    buffer = HostBuffer.empty(num_slots, sources=[source], mode=2, is_detailed=True)
     for slot in range(num_slots):
         buffer.set_record(slot, *records)
     entries = [Entry(*row) for row in rows]
@@ -467,7 +598,8 @@ def test_hostile_batches_read_nothing_outside(backend: ArrayBackend, data: st.Da
         valid_lens=data.draw(column),
         offset=data.draw(any_int64.filter(lambda v: abs(v) < 2**31)),
     )
-    buffer = HostBuffer.empty(64, ring_capacity=1000)
-    expected = expected_violations(buffer, batch.entries(), check_tokens=True)
+    buffer = HostBuffer.empty(64, ring_capacity=1000, is_detailed=True)
+    expected = expected_violations(buffer, batch.entries(), check_tokens=True, origins=batch.origins())
     verify_batch(backend, [buffer], batch)
     assert buffer.violations == expected
+    assert buffer.skip_counters.tolist() == [expected_skips(batch.entries()), 0]

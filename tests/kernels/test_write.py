@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,14 @@ from tests.helpers.write import (
     ANCHOR,
     ENTRIES,
     KERNELS,
+    MAPPING,
     PLAN,
     assert_written,
     chain_of,
     make_arguments,
     one_request,
     slots_of_the_last_place,
+    with_dtypes,
     write,
 )
 from tests.helpers.write_errors import valid_arguments
@@ -265,6 +268,59 @@ def test_buffers_may_share_logs_and_counters(backend: ArrayBackend, kernel: str)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_details_of_violations(backend: ArrayBackend, kernel: str) -> None:
+    """Which request, the position it should have, its seed; for each kind of violation."""
+    buffer = HostBuffer.empty(64, enable_chain_position_assert=1, is_detailed=True)
+    buffer.stamp([7], [5], chain_of(kernel))
+    arguments = make_arguments(
+        [0, 0, 1, 2, 3],
+        [-1, 70, 7, -1],
+        [1, 2, 3],
+        [0, 4, 0],
+        [9, 10, 64],
+        expected_tokens=[8, 2, 3],
+        expected_positions=[6, 4, 0],
+    )
+    write(backend, [buffer], arguments, kernel)
+    nothing = (0, 0, 0, -1, 0, 0, 0, 0, 0)
+    assert [(row[1], row[7], row[8:]) for row in buffer.violations] == [
+        (9, 8 | 16, (1, -1, 6, 70, *nothing)),
+        (10, 16, (2, -1, 1, 7, *nothing)),
+        (64, 256, (3, -1, 0, -1, *nothing)),
+        (70, 128, (1, -1, 0, 70, *nothing)),
+    ]
+    assert buffer.skip_counters.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtypes", ["int32", "int64"])
+@pytest.mark.parametrize("n", [1, 40, 3000])
+def test_inputs_of_either_width_and_slots_of_another_pool(
+    backend: ArrayBackend, kernel: str, dtypes: str, n: int
+) -> None:
+    """Slots beyond the mapping take its last slot; of entries whose slots are mapped to one, the last stays."""
+    rng = np.random.default_rng(n)
+    mapping = rng.permutation(n + 3)[:n] + 1
+    mapping[rng.random(n) < 0.1] = -1
+    slots = rng.integers(-1, n + 2, n)
+    buffer = HostBuffer.empty(n + 5, enable_chain_position_assert=1)
+    buffer.stamp([n + 4], [9], chain_of(kernel), first_position=99)
+    arguments = make_arguments([0, n], [n + 4], range(-1, n - 1), range(100, 100 + n), slots, mapping=mapping)
+    arguments = with_dtypes(arguments, **dict.fromkeys((*ENTRIES[:3], MAPPING), dtypes))
+    assert_written(backend, [buffer], arguments, kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_each_input_has_a_width_of_its_own(backend: ArrayBackend, kernel: str) -> None:
+    arguments = make_arguments([0, 3], [-1], [-5, 2**31 - 1, 7], [-1, 0, 1], [1, -1, 2], mapping=[9, 3, 4])
+    for name in (*ENTRIES[:3], MAPPING):
+        buffer = HostBuffer.empty(16)
+        assert_written(backend, [buffer], with_dtypes(arguments, **{name: np.int32}), kernel)
+        assert buffer.record(3)[:2] == [2**64 - 5, 2**64 - 1]
+        assert buffer.record(4)[:2] == [7, 1]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_offsets_that_leave_the_arrays_are_cut(backend: ArrayBackend, kernel: str) -> None:
     for offsets, num_valid, stored in (
         ([0, 3], 1, 3),
@@ -332,6 +388,11 @@ def batches(draw: st.DrawFn) -> tuple[list[HostBuffer], dict[str, Any]]:
         slots[i] = rng.choice(slots[r_of == r_of[i]])
     slots[rng.random(n) < 0.1] = -1
     slots[rng.random(n) < 0.05] = num_slots + 3
+    mapping = None
+    if draw(st.booleans()):  # to the slots above, from others
+        mapping = np.append(rng.permutation(num_slots), num_slots + 3)
+        slots[slots >= 0] = np.argsort(mapping)[np.minimum(slots[slots >= 0], num_slots)]
+        slots[slots == num_slots] += draw(st.integers(0, 2))
     tokens = rng.integers(0, 2**17, n)
     positions = np.arange(n) - offsets[np.minimum(r_of, len(offsets) - 1)] + rng.integers(0, 2, n) * draw(st.booleans())
     expected = (None, None)
@@ -346,6 +407,10 @@ def batches(draw: st.DrawFn) -> tuple[list[HostBuffer], dict[str, Any]]:
         num_valid=num_reqs,
         expected_tokens=expected[0],
         expected_positions=expected[1],
+        mapping=mapping,
+    )
+    arguments = with_dtypes(
+        arguments, **{name: draw(st.sampled_from(["int32", "int64"])) for name in (*ENTRIES[:3], MAPPING)}
     )
     return [random_buffer(draw, rng, num_slots) for _ in range(draw(st.integers(1, 3)))], arguments
 
@@ -373,6 +438,7 @@ def random_buffer(draw: st.DrawFn, rng: np.random.Generator, num_slots: int) -> 
         sources,
         draw(st.integers(0, 2)),
         draw(st.sampled_from([None, 0, 1, -7])),
+        draw(st.booleans()),
     )
 
 
@@ -406,6 +472,7 @@ def hostile_batches(draw: st.DrawFn) -> tuple[list[HostBuffer], dict[str, Any]]:
         num_valid=draw(st.integers(-(2**31), 2**31 - 1) | st.integers(-1, 5)),
         expected_tokens=expected[0],
         expected_positions=expected[1],
+        mapping=draw(st.none() | st.lists(hostile, min_size=1, max_size=12)),
     )
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     return [random_buffer(draw, rng, draw(st.integers(1, 10))) for _ in range(draw(st.integers(1, 2)))], arguments
@@ -451,7 +518,7 @@ def test_blocks_take_requests_that_may_be_long(
     arguments = make_arguments(np.zeros(num_reqs + 1), np.zeros(num_reqs), zeros, zeros, zeros)
     context = HostBuffer.empty(8).on_device(ArrayBackend("numpy"))
     views = {name: view_array(name, value) for name, value in arguments.items() if value is not None}
-    options: dict[str, Any] = {"expected_input_tokens": None, "expected_input_positions": None, "out_status": None}
+    options: dict[str, Any] = dict.fromkeys((*ENTRIES[3:], MAPPING, "out_status"))
     (launch,) = OPERATION.launches(
         buffers=(context.view,) * num_buffers, **views, **options, padding_slot=0, chain=chain_of(entry)
     )
@@ -475,7 +542,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("enable_write_input_assert must be a bool, got 1", {"enable_write_input_assert": 1}),
     ("context must be a VerifyOrWriteContext or a sequence of them, got ndarray", {"context": [N3]}),
     ("context must be 1 to 12 contexts, got 0", {"context": []}),
-    ("input_ids must have dtype int64, got int32", {"input_ids": np.zeros(3, np.int32)}),
+    ("input_ids must have dtype int32 or int64, got int16", {"input_ids": np.zeros(3, np.int16)}),
+    ("out_cache_loc must have dtype int32 or int64, got uint64", {"out_cache_loc": np.zeros(3, np.uint64)}),
     ("positions length must be 3, got 4", {"positions": np.zeros(4, np.int64)}),
     ("out_cache_loc must be contiguous", {"out_cache_loc": np.zeros(6, np.int64)[::2]}),
     ("input_ids must be 1-D, got shape (3, 1)", {"input_ids": np.zeros((3, 1), np.int64)}),
@@ -483,6 +551,18 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         "expected_input_tokens length must be 3, got 2",
         {"enable_write_input_assert": True, "expected_input_tokens": N3[:2], "expected_input_positions": N3},
     ),
+    (
+        "expected_input_tokens must have dtype int64, got int32",
+        {
+            "enable_write_input_assert": True,
+            "expected_input_tokens": np.zeros(3, np.int32),
+            "expected_input_positions": N3,
+        },
+    ),
+    ("full_to_swa_index_mapping must have dtype int32 or int64, got uint8", {MAPPING: np.zeros(3, np.uint8)}),
+    ("full_to_swa_index_mapping must be 1-D, got shape (3, 1)", {MAPPING: N3.reshape(3, 1)}),
+    ("full_to_swa_index_mapping must be contiguous", {MAPPING: np.zeros(6, np.int64)[::2]}),
+    ("lut_len must be positive when has_swa_lut is True", {MAPPING: N3[:0]}),
     ("write_offsets length must be 2, got 3", {"write_offsets": N3}),
     ("write_num_valid_reqs length must be 1, got 2", {"write_num_valid_reqs": np.zeros(2, np.int32)}),
     ("write_num_valid_reqs must have dtype int32, got int64", {"write_num_valid_reqs": np.zeros(1, np.int64)}),
@@ -514,6 +594,7 @@ def assert_untouched(context: VerifyOrWriteContext) -> None:
 def test_memory_that_is_read_or_written_twice_is_refused() -> None:
     context = valid_arguments()["context"]
     memory = np.zeros(16, np.int64)
+    details = np.zeros((len(context.violation_ring), 13), np.int64)
     other = VerifyOrWriteContext(
         canary_buf=memory.view(np.uint8).reshape(4, 32),
         kernel_kind=1,
@@ -535,6 +616,18 @@ def test_memory_that_is_read_or_written_twice_is_refused() -> None:
         (
             "out_status must not overlap violation_write_index, got shared memory",
             {"context": context, "out_status": context.violation_write_index},
+        ),
+        (
+            "canary_buf must not overlap full_to_swa_index_mapping, got shared memory",
+            {"context": other, MAPPING: memory[9:]},
+        ),
+        (
+            "violation_details must not overlap input_ids, got shared memory",
+            {"context": replace(context, violation_details=details), "input_ids": details[0, :3]},
+        ),
+        (
+            "skip_counters must not overlap positions, got shared memory",
+            {"context": replace(context, skip_counters=N3[1:]), "positions": N3},
         ),
     ):
         with pytest.raises(KvCanaryError) as caught:

@@ -137,6 +137,24 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
             ]
         },
     ),
+    (
+        "violation_details must not overlap violation_details of context 1, got shared memory",
+        {
+            "context": [
+                context(violation_details=MEMORY[:52].reshape(4, 13)),
+                context(violation_details=MEMORY[12:].reshape(4, 13)),
+            ]
+        },
+    ),
+    (
+        "canary_buf must not overlap skip_counters of context 1, got shared memory",
+        {
+            "context": [
+                context(canary_buf=MEMORY[:32].view(np.uint8).reshape(8, 32)),
+                context(skip_counters=MEMORY[31:33]),
+            ]
+        },
+    ),
     ("stream must be None for CPU arrays, got int", {"stream": 7}),
 ]
 

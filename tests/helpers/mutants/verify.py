@@ -42,6 +42,7 @@ class Cache:
     stride: int = 32
     ring_capacity: int = 256
     violation_count: int = 0
+    is_detailed: bool = False
 
     def buffer(self) -> HostBuffer:
         buffer = HostBuffer.empty(
@@ -49,6 +50,7 @@ class Cache:
             self.stride,
             ring_capacity=self.ring_capacity,
             violation_count=self.violation_count,
+            is_detailed=self.is_detailed,
             sources=[HostSource(np.ones((self.num_slots, 32), np.uint8), 1, 32, 32)] * 2 if self.has_kv else [],
             mode=2,
         )
@@ -63,16 +65,19 @@ class Cache:
 
 
 EMPTY = Cache()
+DETAILED = Cache(is_detailed=True)
 
 
 def chain_of(kernel: str) -> Any:
     return "affine" if kernel.endswith("_affine") else "splitmix64"
 
 
-def verify_entries(kernel: str, cache: Cache, entries: list[Entry], num_valid: int | None, **options: Any) -> None:
+def verify_entries(
+    kernel: str, cache: Cache, entries: list[Entry], num_valid: int | None, enable: int = 1, **options: Any
+) -> None:
     launch_canary_verify_kernel(
         context=cache.contexts(),
-        plan=make_plan(NUMPY, entries, num_valid=num_valid),
+        plan=make_plan(NUMPY, entries, num_valid=num_valid, enable=enable),
         check_verify_expected_token=True,
         chain=chain_of(kernel),
         **options,
@@ -151,16 +156,22 @@ def request(prefix_row: int, prefix_len: int, table: Any, *, mapping: Any = None
     return batches(requests(1), kernels=(BATCH,), **changed if has_status else changed | {"out_status": None})
 
 
+SLOT_READS = ((BATCH, SLOT_READ), (PLAIN, "return __ldg(row_slots + position)"))
 PLAN_READ = "const i64 prev_slot = __ldg(args."
 RECORD_READ = "const ulonglong2 head = halves[0]"
 ROW_STORED = "row[0] = buffer.kernel_kind"
 OFFSETS_SEARCHED = "const bool is_at_most ="
+COUNTED = "atomicAdd(reinterpret_cast<u64*>(counter)"
 TOKEN_READ = "return __ldg(args.expected_tokens +"
 
 # A negative prefix is one that no position is below, so these lead nowhere here.
 NOT_REACHED = ("negative prefix", "pages that end before they begin", "no pages", "last page of a negative length")
 
 nine = requests(9)
+disabled = (
+    *plan(nine.entries(), enable=0),
+    *batches(nine, verify_enable=np.zeros(1, np.int32)),
+)
 same_three_times = Batch(np.ones((2, 1), np.int32), [1] * 3, [1] * 3)
 right_first_record = (0, 0, ANCHOR)
 kv_hash = Cache(has_kv=True).buffer().real_kv_hash(63)
@@ -186,6 +197,13 @@ MUTANTS: list[Mutant] = [
                 "__shfl_sync(kFullWarp, link,",
             ),
             (
+                both(nine, DETAILED),
+                "skipped checks of the warp",
+                "__shfl_xor_sync(kFullWarp, num_skipped",
+                "__shfl_xor_sync(kFullWarp >> 1, num_skipped",
+                "__shfl_xor_sync(kFullWarp, num_skipped",
+            ),
+            (
                 batches(requests(2, 3)),
                 "offsets of the requests",
                 "__ballot_sync(kFullWarp, is_at_most)",
@@ -200,16 +218,9 @@ MUTANTS: list[Mutant] = [
             (
                 "of slot_run_counter, which",
                 both(nine, Cache(num_buffers=2)),
-                "entries seen",
-                "atomicAdd(reinterpret_cast<u64*>(buffer.slot_run_counter), static_cast<u64>(num_entries))",
-                "*buffer.slot_run_counter += num_entries",
-            ),
-            (
-                "of kernel_run_counter, which",
-                both(nine, Cache(num_buffers=2)),
-                "launches",
-                "atomicAdd(reinterpret_cast<u64*>(buffer.kernel_run_counter), 1ull)",
-                "*buffer.kernel_run_counter += 1",
+                "counters",
+                "atomicAdd(reinterpret_cast<u64*>(counter), static_cast<u64>(amount))",
+                "*counter += amount",
             ),
             (
                 "of violation_write_index, which",
@@ -262,7 +273,7 @@ MUTANTS: list[Mutant] = [
             (
                 plan(nine.entries()),
                 "end of the last run",
-                "clamp(begin + run_len, 0, num_entries)",
+                "min(begin + run_len, static_cast<i64>(num_entries))",
                 "begin + run_len",
                 PLAN_READ,
             ),
@@ -301,6 +312,30 @@ MUTANTS: list[Mutant] = [
                 "seq",
                 ROW_STORED,
             ),
+            (
+                both(row(64, 5), DETAILED),
+                "record of a predecessor behind the buffer",
+                "!buffer.has_slot(slot) || options",
+                "options",
+                RECORD_READ,
+            ),
+            (
+                both(row(5), DETAILED),
+                "fields of the details",
+                "field < kViolationDetailFields",
+                "field < 300 * kViolationDetailFields",
+                "details[field] = 0",
+            ),
+            *(
+                (
+                    batches(requests(3), DETAILED, kernels=(kernel,)),
+                    "position behind the last",
+                    "next < range.prefix_len",
+                    "next <= range.prefix_len",
+                    slot_read,
+                )
+                for kernel, slot_read in SLOT_READS
+            ),
             (batches(requests(1, 1, 1)), "offsets to search", "lane * stride < count && ", "", OFFSETS_SEARCHED),
             (
                 batches(requests(*[1] * 96, 40), Cache(256)),
@@ -333,7 +368,7 @@ MUTANTS: list[Mutant] = [
             ),
             *(
                 row_of_mutant
-                for kernel, slot_read in ((BATCH, SLOT_READ), (PLAIN, "return __ldg(row_slots + position)"))
+                for kernel, slot_read in SLOT_READS
                 for row_of_mutant in (
                     (
                         batches(requests(3), kernels=(kernel,), offsets=[0, 4]),
@@ -404,9 +439,52 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "bound",
+        "address",
+        "null pointer",
+        [
+            (both(row(0)), "no counter of skipped checks", "if (buffer.skip_counters != nullptr) {", "{", COUNTED),
+        ],
+    ),
+    *mutants(
+        "bound",
+        "address",
+        "AddressSanitizer: SEGV on unknown address 0x00000000",
+        [
+            (
+                both(nine),
+                "no details",
+                "if (buffer.violation_details == nullptr) return nullptr;",
+                "",
+                "details[field] = 0",
+            ),
+            (
+                disabled,
+                "no counter of disabled launches",
+                "buffer.skip_counters != nullptr && __ldg(enable)",
+                "__ldg(enable)",
+                COUNTED,
+            ),
+        ],
+    ),
+    *mutants(
+        "bound",
         "plain",
         DIFFERS,
         [
+            (
+                both(row(0, 0, 5), DETAILED),
+                "one lane counts skipped checks",
+                "lane == 0 && num_skipped != 0",
+                "num_skipped != 0",
+                "",
+            ),
+            (
+                both(row(0, 5), replace(DETAILED, records={0: (1, 2, 3)})),
+                "record of a padding slot",
+                "!buffer.has_slot(slot) || options.is_padding(slot)",
+                "!buffer.has_slot(slot)",
+                "",
+            ),
             (batches(nine), "end of a run", "t < end)", "t <= end)", ""),
             (both(nine), "begin of a run", "is_checked &= t >= begin", "is_checked &= true", ""),
             (

@@ -37,6 +37,7 @@ def only_offsets(begin: int, end: int, capacity: int = 1) -> dict[str, Any]:
     return make_arguments([begin, end][: capacity + 1], [-1] * capacity, [1, 2, 3], range(3), [5, 6, 7])
 
 
+last_warp_full = make_arguments([0, 1, 2, 3, 35], [-1] * 4, range(35), range(35), range(1, 36))
 full_warps = reach(requests(4, 32), WARPS, num_slots=129)
 two_warps = reach(requests(2, 5), WARPS)
 walk = reach(one_request(range(1, 300)), (WALK,), num_slots=300)
@@ -46,6 +47,7 @@ twice = one_request([5, 6, 5])
 several = one_request([5, 6, 7])
 
 TOKEN_READ = "const u64 token = static_cast<u64>(args.input_ids[i])"
+SLOT_READ = "const i64 slot = map_to_swa(args.out_cache_loc[i]"
 SLOTS_READ = "const bool is_stored = of_row < request.end"
 RECORD_READ = "const ulonglong2 head = halves[0]"
 RECORD_WRITTEN = "reinterpret_cast<ulonglong2*>(fields)[0] = make_ulonglong2"
@@ -161,15 +163,18 @@ MUTANTS: list[Mutant] = [
                 reach(only_offsets(0, 0, capacity=0)),
                 "no requests",
                 "if (r < args.write_req_capacity) {",
-                "{",
+                "if (r <= args.write_req_capacity) {",
                 OFFSET_READ,
             ),
-            (
-                reach(only_offsets(-2, 3)),
-                "entries before the arrays",
-                "valid_begin = clamp(begin, 0,",
-                "valid_begin = clamp(begin, -2,",
-                TOKEN_READ,
+            *(
+                (
+                    reach(only_offsets(-2, 3), kernels),
+                    "entries before the arrays",
+                    "valid_begin = clamp(begin, 0,",
+                    "valid_begin = clamp(begin, -2,",
+                    line,
+                )
+                for kernels, line in (((EXACT, AFFINE, SCAN), TOKEN_READ), ((WALK,), SLOT_READ))
             ),
             (
                 reach(only_offsets(0, 4)),
@@ -200,14 +205,7 @@ MUTANTS: list[Mutant] = [
                 SLOTS_READ,
             ),
             (
-                reach(one_request(range(1, 40)), (WALK,)),
-                "slots used behind the request",
-                "min(request.end, first + kWalkChunk)",
-                "first + kWalkChunk",
-                "result |= args.out_cache_loc[i] == slot",
-            ),
-            (
-                reach(one_request([-1], seed=0)),
+                reach(one_request([-2], seed=0)),
                 "slot before the buffer",
                 "slot >= 0 && slot <",
                 "slot <",
@@ -277,6 +275,13 @@ MUTANTS: list[Mutant] = [
                 "__shared__ ulonglong2 packed[2][kWalkChunk - 1]",
                 PLACE_READ,
             ),
+            (
+                walk,
+                "size of the chunk's slots",
+                "__shared__ unsigned slots[2][kWalkChunk]",
+                "__shared__ unsigned slots[2][kWalkChunk - 1]",
+                "slots[half][threadIdx.x] =",
+            ),
             (walk, "chunks of num_packed", "__shared__ int num_packed[2]", "__shared__ int num_packed[1]", NUM_PACKED),
             (
                 scan,
@@ -308,7 +313,7 @@ MUTANTS: list[Mutant] = [
                 PLACE_PACKED,
             ),
             (
-                full_warps[:1],
+                reach(last_warp_full, (EXACT,)),
                 "size of hashes",
                 "__shared__ u64 hashes[kWriteThreads / kWarpSize][kWarpSize + 1]",
                 "__shared__ u64 hashes[kWriteThreads / kWarpSize][kWarpSize]",
@@ -345,7 +350,7 @@ MUTANTS: list[Mutant] = [
             (
                 reach(one_request([*range(1, 33), 1]), (WALK,)),
                 "one warp for a slot",
-                "!is_used(args, slot, next_row, min(request.end, first + kWalkChunk))",
+                "!is_used(slots[half], static_cast<unsigned>(slot), (warp + 1) * kWarpSize)",
                 "true",
                 RECORD_WRITTEN,
             ),
