@@ -22,7 +22,11 @@ _INJECTED = (
     ("int", "TOKEN_TO_KV_SLOT_PADDING"),
     ("unsigned long long", "CANARY_CHAIN_ANCHOR"),
     ("unsigned long long", "AFFINE_MULTIPLIER"),
+    ("int", "CANARY_FIELDS_PER_SLOT"),
+    ("int", "FREED_TOKEN"),
+    ("int", "FREED_POSITION"),
     ("int", "VIOLATION_FIELDS"),
+    ("int", "VIOLATION_DETAIL_FIELDS"),
     ("int", "MAX_REAL_KV_SOURCES"),
     ("int", "MAX_BUFFERS"),
     ("int", "INT32_MAX"),
@@ -31,6 +35,7 @@ _INJECTED = (
     ("int", "VERIFY_BLOCKS"),
     ("int", "VERIFY_PLAIN_BLOCKS"),
     ("int", "WRITE_THREADS"),
+    ("int", "WRITE_BLOCKS"),
     ("int", "WRITE_WALK_THREADS"),
     ("int", "WRITE_SCAN_THREADS"),
     ("int", "WRITE_SCAN_ITEMS"),
@@ -40,11 +45,12 @@ _INJECTED = (
     ("int", "PLAN_OFFSETS_TILE"),
     ("int", "PLAN_ENTRIES_THREADS"),
     ("int", "SCATTER_THREADS"),
+    ("int", "MOVE_THREADS"),
 )
 
 _SUFFIX = {"int": "", "unsigned long long": "ull"}
 
-STEMS = ("plan_entries", "plan_offsets", "scatter", "verify", "write")
+STEMS = ("move", "plan_entries", "plan_offsets", "scatter", "verify", "write")
 """The kernels, one `kernels/<stem>.cu` each."""
 
 

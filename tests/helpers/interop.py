@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 
 from cupy_kvcanary import (
+    launch_canary_copy_records_kernel,
+    launch_canary_export_records_kernel,
+    launch_canary_forget_records_kernel,
+    launch_canary_import_records_kernel,
     launch_canary_plan_kernels,
     launch_canary_verify_batch_kernel,
     launch_canary_verify_kernel,
@@ -142,12 +146,39 @@ def verify_batch_arguments() -> dict[str, Any]:
     }
 
 
+def copy_records_arguments() -> dict[str, Any]:
+    context = stamped_buffer().on_device(NUMPY)
+    return {"context": context, "src_slots": np.array([5, 9]), "dst_slots": np.array([20, 21])}
+
+
+def forget_records_arguments() -> dict[str, Any]:
+    return {"context": stamped_buffer().on_device(NUMPY), "dst_slots": np.array([5, 9], np.int32)}
+
+
+def export_records_arguments() -> dict[str, Any]:
+    return {
+        "context": stamped_buffer().on_device(NUMPY),
+        "src_slots": np.array([5, 99]),
+        "out_records": np.ones((1, 2, 32), np.uint8),
+        "out_status": np.zeros(1, np.int32),
+    }
+
+
+def import_records_arguments() -> dict[str, Any]:
+    records = np.random.default_rng(0).integers(0, 256, (1, 2, 32), dtype=np.uint8)
+    return {"context": stamped_buffer().on_device(NUMPY), "dst_slots": np.array([20, 21]), "records": records}
+
+
 LAUNCHES: dict[str, tuple[Any, Callable[[], dict[str, Any]]]] = {
     "plan_offsets": (launch_plan_offsets_kernel, plan_offsets_arguments),
     "plan_entries": (launch_plan_entries_kernel, plan_entries_arguments),
     "canary_plan": (launch_canary_plan_kernels, canary_plan_arguments),
     "scatter": (launch_scatter_req_token_ids_kernel, scatter_arguments),
     "write": (launch_canary_write_kernel, write_arguments),
+    "copy_records": (launch_canary_copy_records_kernel, copy_records_arguments),
+    "forget_records": (launch_canary_forget_records_kernel, forget_records_arguments),
+    "export_records": (launch_canary_export_records_kernel, export_records_arguments),
+    "import_records": (launch_canary_import_records_kernel, import_records_arguments),
     "verify": (launch_canary_verify_kernel, verify_arguments),
     "verify_batch": (launch_canary_verify_batch_kernel, verify_batch_arguments),
 }
