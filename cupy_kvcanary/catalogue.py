@@ -131,6 +131,14 @@ _ENTRIES = (
         prevention="Keep host switches and device flags apart: what changes between graph replays is an array.",
     ),
     CatalogueEntry(
+        slug="kv-canary-must-be-one-of",
+        message="{name} must be one of {expected}, got {got}",
+        trigger="A word stands where one of a few others belongs.",
+        cause="A typo, a name in capitals, or the name of a group that this pool does not have.",
+        fix="pass one of the words that the message names",
+        prevention="Build the configuration where the engine starts: it is checked there, not in a step.",
+    ),
+    CatalogueEntry(
         slug="kv-canary-must-be-non-negative",
         message="{name} must be non-negative, got {got}",
         trigger="A size, capacity or window is below zero.",
@@ -185,6 +193,23 @@ _ENTRIES = (
         cause="The write outputs were sized for a smaller batch.",
         fix="allocate the write outputs for the largest batch",
         prevention="Size every per-request buffer from one largest batch.",
+    ),
+    # -- the canary's pool -------------------------------------------------------------------------------------
+    CatalogueEntry(
+        slug="kv-canary-real-kv-needs-layers",
+        message="{name} must have at least one layer where KV bytes are hashed, got {got}",
+        trigger="`real_kv_hash` is not `none`, but the pool names no tensors of KV for a buffer.",
+        cause="A pool built from numbers alone, or one without the tensors of its sliding-window layers.",
+        fix="give KvPool the tensors of K and V (for MLA only k_layers), or set real_kv_hash to none",
+        prevention="Build the pool where the engine allocates its KV tensors.",
+    ),
+    CatalogueEntry(
+        slug="kv-canary-layer-must-exist",
+        message="{name} must be indices of the {count} {layers}, got {got}",
+        trigger="`layers` of a KvPool names a layer that the list of tensors does not have.",
+        cause="Layer numbers of the whole model in a pipeline stage, or lists of K and V of two lengths.",
+        fix="count layers within the lists that the pool was given; negative indices count from the last",
+        prevention="Leave `layers` out: the first and the last layer are hashed.",
     ),
     # -- plan entries and scatter -----------------------------------------------------------------------------
     CatalogueEntry(
@@ -602,6 +627,22 @@ _ENTRIES = (
         prevention="It is tried before the replay starts, so nothing is lost.",
     ),
     CatalogueEntry(
+        slug="kv-canary-fault-must-be-known",
+        message="{name} must be FAULT or FAULT@STEP with a FAULT of {known}, got {got}",
+        trigger="A fault to inject has another name, or what follows the @ is no step number.",
+        cause="A mistyped name.",
+        fix="choose one of the names, such as `--inject late-write` or `--inject late-write@500`",
+        prevention="`--inject all` injects every one.",
+    ),
+    CatalogueEntry(
+        slug="kv-canary-fault-must-be-possible",
+        message="{name} must have {needed} for its fault, got {got}",
+        trigger="A fault of the sliding window was asked for without a window, or a fault with the canary off.",
+        cause="--inject without --window, or together with --no-canary.",
+        fix="give the replay what the fault needs, such as `--window 1024`",
+        prevention="`--inject all` takes those that the replay can have.",
+    ),
+    CatalogueEntry(
         slug="kv-canary-matplotlib-must-be-installed",
         message="matplotlib must be installed to draw a plot, got {got}",
         trigger="--plot was given but `import matplotlib` fails.",
@@ -609,6 +650,50 @@ _ENTRIES = (
         fix="pip install 'cupy-kvcanary[plot]'",
         prevention="Name the extra in the requirements.",
         is_runtime_error=True,
+    ),
+    # -- reports ----------------------------------------------------------------------------------------------
+    CatalogueEntry(
+        slug="kv-canary-pandas-must-be-installed",
+        message="pandas must be installed to make a table of a report, got {got}",
+        trigger="`Report.to_pandas` was called but `import pandas` fails.",
+        cause="The package was installed without the extra for pandas.",
+        fix="pip install 'cupy-kvcanary[pandas]'",
+        prevention="Name the extra in the requirements, or use `Report.to_dict`.",
+        is_runtime_error=True,
+    ),
+    CatalogueEntry(
+        slug="kv-canary-report-must-be-readable",
+        message="{name} must be what Report.to_dict made, version 1, got {got}",
+        trigger="`Report.from_dict` was given a dictionary with keys missing, other values or another version.",
+        cause="JSON of something else, of another version of the package, or edited by hand.",
+        fix="pass the dictionary as `to_dict` or `json.loads` returns it, and write and read it with one version",
+        prevention="Keep reports whole; cut them in what is derived from them, such as `to_pandas`.",
+    ),
+    # -- metrics and ranks ------------------------------------------------------------------------------------
+    CatalogueEntry(
+        slug="kv-canary-prometheus-client-must-be-installed",
+        message="prometheus-client must be installed to register metrics, got {got}",
+        trigger="`register_metrics` was called but `import prometheus_client` fails.",
+        cause="The package was installed without the extra for metrics.",
+        fix="pip install 'cupy-kvcanary[metrics]'",
+        prevention="Name the extra in the requirements.",
+        is_runtime_error=True,
+    ),
+    CatalogueEntry(
+        slug="kv-canary-metrics-must-tell-canaries-apart",
+        message="{name} must differ in name or rank from the canaries of its registry, got {got}",
+        trigger="Two canaries of one name and rank were registered in one metrics registry.",
+        cause="A canary of a draft model beside that of the target model, both with the default name.",
+        fix="give the canaries names: Canary(..., name='draft')",
+        prevention="Name every canary of a process; drop an old one before its successor is registered.",
+    ),
+    CatalogueEntry(
+        slug="kv-canary-comm-must-be-a-communicator",
+        message="{name} must be an mpi4py communicator or a cupy.cuda.nccl.NcclCommunicator, got {got}",
+        trigger="`gather_reports` was given an object that can gather neither objects nor device memory.",
+        cause="A process group of torch.distributed, a communicator of cupyx.distributed, or a rank number.",
+        fix="pass MPI.COMM_WORLD, a communicator split from it, or an NcclCommunicator",
+        prevention="Keep one communicator of the ranks that share a page table.",
     ),
 )
 

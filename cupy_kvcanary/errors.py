@@ -65,5 +65,14 @@ class KvCanaryRuntimeError(_ExplainedError, RuntimeError):
     """
 
 
+class KvCorruptionError(RuntimeError):
+    """KV-cache corruption was found, and the canary's mode is `raise`. `report` says where and what it means."""
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self.report = report
+        """The `Report`."""
+
+
 class KvCanaryWarning(UserWarning):
     """Something in the installation will lead to trouble."""

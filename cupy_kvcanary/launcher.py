@@ -112,6 +112,7 @@ def _form_of(arguments: Mapping[str, Any]) -> _Form | None:
             pointers.append(memory.ptr)
         elif name == "stream":
             stream = value
+            key.append(value is None)
         elif value is None or kind is int or kind is str:
             key.append(value)
         elif kind is bool:
@@ -153,7 +154,7 @@ class _Template:
     def of(cls, form: _Form, call: Call, launches: PreparedLaunches) -> _Template | None:
         """None where it cannot be said which address in the launches is whose, or streams need ordering."""
         given = [pointer for pointer in form.pointers if pointer]
-        if len(set(given)) != len(given) or launches.streams.are_several:
+        if len(set(given)) != len(given) or (launches.streams.are_several and form.stream is None):
             return None
         places = []
         for index, launch in enumerate(launches.launches):

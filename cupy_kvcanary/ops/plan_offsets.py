@@ -15,6 +15,7 @@ from ..checks import (
     INT32,
     INT32_OR_INT64,
     INT64,
+    check_bool,
     check_contiguous,
     check_contiguous_rows,
     check_dtype,
@@ -179,6 +180,7 @@ def launch_plan_offsets_kernel(
     verify_capacity: int,
     bs: Any | None = None,
     bs_block_size: int = PLAN_BS_BLOCK_SIZE,
+    strict: bool = True,
     out_status: Any | None = None,
     stream: Any | None = None,
 ) -> Call:
@@ -209,6 +211,7 @@ def launch_plan_offsets_kernel(
     bs : requests of the batch; None for the length of req_pool_indices. An int32[1] array on the device is read by each
         run, graph replays included, and cut to [0, length of req_pool_indices].
     bs_block_size : largest batch that is accepted. A batch of any size is planned exactly.
+    strict : False to take the inputs as `plan_offsets` does: int32 or int64, rows of the table any distance apart.
     out_status : int32[1] or None, device; or-ed with `StatusBit`s.
     stream : None (the arrays' library's current stream), an int handle, or a CuPy, torch or `__cuda_stream__` stream.
 
@@ -240,7 +243,11 @@ def launch_plan_offsets_kernel(
     }
     paged = take_paged_table(named)
     views = view_arrays(named, OPTIONAL_ARRAYS)
-    check_layout(views)
+    if check_bool("strict", strict):
+        check_layout(views)
+    else:
+        _check_inputs({name: view for name, view in views.items() if name not in OPERATION.outputs})
+        check_layout({name: view for name, view in views.items() if name in OPERATION.outputs})
     arguments = check_arguments(
         views,
         paged,
@@ -303,13 +310,7 @@ def plan_offsets(
     }
     paged = take_paged_table(inputs)
     views = view_arrays({name: _array_of_list(value) for name, value in inputs.items()}, OPTIONAL_ARRAYS)
-    for name, view in views.items():
-        if name == "req_to_token":
-            check_rank(name, view, 2)
-            check_contiguous_rows(name, view)
-        else:
-            check_contiguous(name, view)
-        check_dtype(name, view, INT32_OR_INT64)
+    _check_inputs(views)
     bs = views["req_pool_indices"].size
     capacity = bs if write_req_capacity is None else check_int("write_req_capacity", write_req_capacity)
     check_non_negative("write_req_capacity", capacity)
@@ -362,6 +363,17 @@ def _array_of_list(value: Any) -> Any:
         return value
     # NumPy makes an empty list float64; a batch of no requests is a batch of ints all the same.
     return np.asarray(value) if len(value) else np.empty(0, np.int64)
+
+
+def _check_inputs(views: dict[str, ArrayView]) -> None:
+    """Inputs of either width, a table's rows any distance apart."""
+    for name, view in views.items():
+        if name == "req_to_token":
+            check_rank(name, view, 2)
+            check_contiguous_rows(name, view)
+        else:
+            check_contiguous(name, view)
+        check_dtype(name, view, INT32_OR_INT64)
 
 
 def check_layout(views: dict[str, ArrayView]) -> None:

@@ -17,9 +17,12 @@ from cupy_kvcanary.catalogue import CATALOGUE, as_markdown, find_entry
 from cupy_kvcanary.checks import check_bool, check_one_device
 from cupy_kvcanary.compile import import_cupy, kernel_handle
 from cupy_kvcanary.launch import BACKENDS, Launch, PreparedLaunch, check_warmed_up
+from tests.helpers.canary_errors import CANARY_ERROR_CALLS
+from tests.helpers.health_errors import HEALTH_ERROR_CALLS
 from tests.helpers.plan_errors import PLAN_ERROR_CALLS
 from tests.helpers.plan_offsets import make_arguments
 from tests.helpers.replay_errors import REPLAY_ERROR_CALLS
+from tests.helpers.report_errors import REPORT_ERROR_CALLS
 from tests.helpers.write_errors import WRITE_ERROR_CALLS
 
 if TYPE_CHECKING:
@@ -296,8 +299,11 @@ OTHER_CALLS: dict[str, Callable[[], object]] = {
     "kv-canary-must-be-allocated-before-a-capture": raises_on_allocation_in_a_capture,
     "kv-canary-must-be-warmed-up": lambda: check_warmed_up(["kvc_verify"], is_capturing=True),
     "kv-canary-slug-must-be-known": lambda: find_entry("no such thing"),
+    **CANARY_ERROR_CALLS,
+    **HEALTH_ERROR_CALLS,
     **PLAN_ERROR_CALLS,
     **REPLAY_ERROR_CALLS,
+    **REPORT_ERROR_CALLS,
     **WRITE_ERROR_CALLS,
 }
 
