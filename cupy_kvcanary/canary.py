@@ -220,7 +220,7 @@ class Canary:
         """Copy the log as the stream's work so far leaves it. Where the ring is half full, it is emptied."""
         self._resets_counter = self._num_seen > self.config.ring_size // 2
         self._snapshots.start(stream, resets_counter=self._resets_counter)
-        self._step_of_snapshot = self._steps
+        self._step_of_snapshot = self._steps - 1
         self._must_join = True
 
     def _join(self, stream: int | None) -> None:
@@ -260,7 +260,8 @@ class Canary:
         stored = slice(min(seen, ring_size), min(count, ring_size))
         rows = words[layout.ring : layout.details].reshape(-1, VIOLATION_FIELDS)[stored]
         details = words[layout.details :].reshape(-1, VIOLATION_DETAIL_FIELDS)[stored]
-        step = max(self._step_of_snapshot, int(words[layout.buffer(0) + 1]))
+        # Steps that are replays of a graph are known by their verifications.
+        step = max(self._step_of_snapshot, int(words[layout.buffer(0) + 1]) - 1)
         violations = decode(rows, details, step=step, page_size=self.pool.page_size)
         self._num_violations += new
         self._num_lost += new - len(rows)

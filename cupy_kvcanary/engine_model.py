@@ -88,13 +88,13 @@ class EngineModel:
 
     def __init__(self, requests: Sequence[TraceRequest], config: EngineConfig) -> None:
         self.config = config
+        self.requests = requests
         self.finished = 0
         self.preempted = 0
         self.prompt_tokens = 0
         """Tokens of admitted prompts."""
         self.shared_tokens = 0
         """Those of them that were found in the cache."""
-        self._requests = requests
         # KV at the end: the last generated token is never fed back.
         self._goals = [r.input_length + max(r.output_length, 1) - 1 for r in requests]
         self._prefill_lens = [r.input_length for r in requests]  # grows when a preempted request has generated tokens
@@ -134,7 +134,7 @@ class EngineModel:
         while True:
             self._accept_arrivals(now)
             if not self._num_running and not self._queue:
-                if self._next_arrival == len(self._requests):
+                if self._next_arrival == len(self.requests):
                     return
                 now = self._arrival_s(self._next_arrival)
                 continue
@@ -163,6 +163,24 @@ class EngineModel:
         changed = self.pool.window.changed if self.pool.window is not None else []
         return np.concatenate([np.zeros(0, np.int64), *changed])
 
+    def freed_slots(self) -> NDArray[np.int64]:
+        """Slots of pages that became free since the last step; the step may have given them to others already."""
+        return self._slots_of(self.pool.free.freed)
+
+    def freed_window_slots(self) -> NDArray[np.int64]:
+        """Likewise of the sliding-window pool."""
+        return self._slots_of(self.pool.window.free.freed if self.pool.window is not None else [])
+
+    def steps_left(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Decode steps that these rows' requests run behind the current step, unless they are preempted."""
+        prefill_lens = np.array(self._prefill_lens)[self.request_of_row[rows]]
+        left: NDArray[np.int64] = self._goal_of_row[rows] - np.maximum(self._kv_lens[rows] + 1, prefill_lens)
+        return left
+
+    def _slots_of(self, pages: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+        first_slots = np.concatenate([np.zeros(0, np.int64), *pages]) * self.config.page_size
+        return (first_slots[:, None] + self._within).reshape(-1)
+
     def _make_pool(self) -> PagePool:
         config, longest = self.config, max(self._goals)
         page_size = config.page_size
@@ -180,12 +198,12 @@ class EngineModel:
         return PagePool(num_pages, page_size, window)
 
     def _accept_arrivals(self, now: float) -> None:
-        while self._next_arrival < len(self._requests) and self._arrival_s(self._next_arrival) <= now:
+        while self._next_arrival < len(self.requests) and self._arrival_s(self._next_arrival) <= now:
             self._queue.append(self._next_arrival)
             self._next_arrival += 1
 
     def _arrival_s(self, request: int) -> float:
-        return self._requests[request].arrival_s / self.config.speedup
+        return self.requests[request].arrival_s / self.config.speedup
 
     def _schedule(self) -> int:
         """Choose the batch, give it pages and fill the buffers; its size with padding."""
@@ -236,7 +254,7 @@ class EngineModel:
         if not self._queue or not self._free_rows:
             return False
         config, pool, page_size = self.config, self.pool, self.config.page_size
-        request, tokens = self._requests[self._queue[0]], self._prefill_lens[self._queue[0]]
+        request, tokens = self.requests[self._queue[0]], self._prefill_lens[self._queue[0]]
         # Whole blocks only, and never the last token: something must be left to compute the next one from.
         sharable = min(request.input_length, tokens - 1) // BLOCK_TOKENS
         shared = request.block_ids[: pool.find_prefix(request.block_ids[:sharable])]
@@ -297,8 +315,10 @@ class EngineModel:
     def _complete(self) -> None:
         """The step ran: its tokens are in the pool."""
         self._changed_table_pages.clear()
+        self.pool.free.freed.clear()
         if self.pool.window is not None:
             self.pool.window.changed.clear()
+            self.pool.window.free.freed.clear()
         count = self._num_running
         rows = self._running[:count]
         self._kv_lens[rows] += self.extend_seq_lens[:count]
@@ -318,7 +338,7 @@ class EngineModel:
         """Whole prompt blocks that this step completed become shareable."""
         pages_per_block = BLOCK_TOKENS // self.config.page_size
         for row, start, end in self._prefilled:
-            request = self._requests[self.request_of_row[row]]
+            request = self.requests[self.request_of_row[row]]
             if request.block_ids:
                 for block in range(start // BLOCK_TOKENS, min(end, request.input_length) // BLOCK_TOKENS):
                     pages = self._pages_of(row, block * pages_per_block, (block + 1) * pages_per_block)

@@ -133,13 +133,13 @@ class NumpyBackend:
 
     def run(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
         """See `Backend.run`."""
-        if stream is not None:
-            raise error("kv-canary-stream-must-be-none-for-cpu-arrays", name="stream", got=type(stream).__name__)
-        operation.reference(**{name: with_numpy(value) for name, value in arguments.items()})
+        self.bind(operation, arguments, stream)()
 
     def bind(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> Callable[[], None]:
         """See `Backend.bind`."""
-        return functools.partial(self.run, operation, arguments, stream)
+        if stream is not None:
+            raise error("kv-canary-stream-must-be-none-for-cpu-arrays", name="stream", got=type(stream).__name__)
+        return functools.partial(operation.reference, **{name: with_numpy(value) for name, value in arguments.items()})
 
     def allocate_zeros(self, shape: Any, dtype: str, device: Device, stream: Any) -> Any:
         """See `Backend.allocate_zeros`; at a multiple of 64 bytes, as CUDA memory is."""

@@ -22,6 +22,8 @@ class FreePages:
         # Low pages come first, so that a small run stays in a small part of the pool.
         self._stack = np.arange(num_pages, 0, -1)
         self.count = num_pages
+        self.freed: list[Pages] = []
+        """Pages that became free; whoever is told of them clears it."""
 
     def take(self, count: int) -> Pages:
         """The `count` pages freed last, the last one first. The caller has checked that there are so many."""
@@ -33,6 +35,7 @@ class FreePages:
         """Put pages back."""
         self._stack[self.count : self.count + pages.size] = pages
         self.count += pages.size
+        self.freed.append(pages)
 
 
 class WindowPool:
@@ -125,7 +128,7 @@ class PagePool:
         self.blocks: dict[int, Pages] = {}
         """Block id -> its pages, in order."""
         self.block_of_page = np.full(num_pages + 1, -1)
-        self._free = FreePages(num_pages)
+        self.free = FreePages(num_pages)
         self._users = np.zeros(num_pages + 1, np.int32)
         self._idle: OrderedDict[int, None] = OrderedDict()  # blocks without users, least recently used first
         self._pages_per_block = BLOCK_TOKENS // page_size
@@ -133,7 +136,7 @@ class PagePool:
     @property
     def free_pages(self) -> int:
         """Pages that hold nothing."""
-        return self._free.count
+        return self.free.count
 
     @property
     def cached_pages(self) -> int:
@@ -156,9 +159,9 @@ class PagePool:
 
     def allocate(self, count: int) -> Pages:
         """`count` pages for one request each, evicting cached blocks as needed. The caller has asked `can_allocate`."""
-        while self._free.count < count:
+        while self.free.count < count:
             self._evict(self._idle.popitem(last=False)[0])
-        pages = self._free.take(count)
+        pages = self.free.take(count)
         self._users[pages] = 1
         if self.window is not None:
             self.window.add(pages)
@@ -199,7 +202,7 @@ class PagePool:
         self._users[pages] -= 1
         unused = pages[self._users[pages] == 0]
         owners = self.block_of_page[unused]
-        self._free.give(unused[owners < 0])
+        self.free.give(unused[owners < 0])
         # The deepest block first, so that it is evicted first: a block without its prefix could not be found.
         for block_id in reversed(dict.fromkeys(owners[owners >= 0].tolist())):
             self._idle[block_id] = None
@@ -214,5 +217,5 @@ class PagePool:
             self.window.drop(block_id)
         pages = self.blocks.pop(block_id)
         self.block_of_page[pages] = -1
-        self._free.give(pages)
+        self.free.give(pages)
         self.evicted_blocks += 1

@@ -10,12 +10,12 @@ import numpy as np
 from .catalogue import error
 
 if TYPE_CHECKING:
-    from .replay import ReplaySeries, ReplaySummary
+    from .replay_result import ReplaySeries, ReplaySummary
 
 _BLUE, _VIOLET, _RED = "#2166ac", "#6a51a3", "#c0392b"
 _LIVE, _CACHED, _FREE = "#238b6b", "#a6dbc3", "#f1f3f4"
-_INK, _GRID = "#33373b", "#d9dde1"
-_TITLE: Final[dict[str, Any]] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": _INK}
+INK, _GRID = "#33373b", "#d9dde1"
+TITLE: Final[dict[str, Any]] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
 
 
 def require_matplotlib() -> None:
@@ -38,7 +38,7 @@ def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: Repl
     FigureCanvasAgg(figure)
     panels = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1, 1.15))
     for panel in panels:
-        _style(panel)
+        style_panel(panel)
         panel.yaxis.set_major_formatter(EngFormatter(sep=""))
         panel.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     # Short replays in seconds.
@@ -46,10 +46,10 @@ def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: Repl
     time = series.time_s / seconds
 
     _draw_band(panels[0], time, series.batch_mean, series.batch_max, _BLUE)
-    panels[0].set_title("Batch size (requests)", **_TITLE)
+    panels[0].set_title("Batch size (requests)", **TITLE)
     _draw_band(panels[1], time, series.entries_mean, series.entries_max, _VIOLET)
     panels[1].axhline(summary.verify_capacity, color=_RED, linewidth=1.2, linestyle=(0, (5, 3)), label="capacity")
-    panels[1].set_title("Planned entries (slots to verify a step)", **_TITLE)
+    panels[1].set_title("Planned entries (slots to verify a step)", **TITLE)
 
     free = summary.pool_slots - series.live_slots - series.cached_slots
     panels[2].stackplot(
@@ -61,7 +61,7 @@ def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: Repl
         colors=(_LIVE, _CACHED, _FREE),
         linewidth=0,
     )
-    panels[2].set_title("Pool use (slots)", **_TITLE)
+    panels[2].set_title("Pool use (slots)", **TITLE)
     panels[2].set_ylim(0, summary.pool_slots)
     panels[2].set_xlabel(f"time on the engine's clock ({unit})")
     if time.size > 1:
@@ -69,18 +69,19 @@ def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: Repl
     for panel in panels:
         panel.set_ylim(bottom=0)
         # Beside the panel: inside, a legend hides data.
-        panel.legend(loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=9, labelcolor=_INK)
+        panel.legend(loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=9, labelcolor=INK)
 
-    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=14, fontweight="bold", color=_INK)
-    figure.text(0.01, 0.957, _subtitle(summary), ha="left", va="top", fontsize=10, color=_INK)
+    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=14, fontweight="bold", color=INK)
+    figure.text(0.01, 0.957, _subtitle(summary), ha="left", va="top", fontsize=10, color=INK)
     figure.savefig(file, format="png")
 
 
-def _style(panel: Any) -> None:
+def style_panel(panel: Any) -> None:
+    """Light grid, no frame."""
     panel.set_axisbelow(True)
     panel.grid(color=_GRID, linewidth=0.6)
-    panel.tick_params(colors=_INK, length=0, labelsize=9)
-    panel.xaxis.label.set_color(_INK)
+    panel.tick_params(colors=INK, length=0, labelsize=9)
+    panel.xaxis.label.set_color(INK)
     for side in ("top", "right", "left"):
         panel.spines[side].set_visible(False)
     panel.spines["bottom"].set_color(_GRID)

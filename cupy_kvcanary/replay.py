@@ -1,4 +1,7 @@
-"""Replays a trace through the engine model and plans the offsets of every step, optionally checking each plan."""
+"""Replays a trace through the engine model: plans every step, and guards its KV with a canary.
+
+Optionally checks each plan against a straight computation, and injects faults for the canary to find.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ from .catalogue import error
 from .checks import check_fits_int32, check_int, check_non_negative, check_positive
 from .constants import INT32_MAX, PLAN_BS_BLOCK_SIZE, StatusBit
 from .engine_model import EngineConfig, EngineModel
+from .injections import parse_faults
 from .plan_check import PlanCheck
+from .replay_canary import ReplayCanary
 from .replay_device import make_device
+from .replay_result import Percentiles, ReplayProgress, ReplayResult, ReplaySeries, ReplaySummary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .engine_model import Step
+    from .faults import Injection
+    from .reports import Report
     from .traces import TraceRequest
 
 SERIES_POINTS = 600
@@ -35,6 +43,8 @@ _STEP_RECORD = np.dtype(
         ("live_pages", np.int32),
         ("cached_pages", np.int32),
         ("plan_us", np.float32),
+        ("canary_us", np.float32),
+        ("violations", np.int64),
     ]
 )
 
@@ -60,11 +70,20 @@ class ReplayOptions:
     window_pool_slots: int | None = None
     """Slots of the sliding-window pool."""
     verify_capacity: int | None = None
-    """Entries that a verify plan can hold; a step that needs more is counted as an overflow."""
+    """Entries that a verify plan can hold; a step that needs more is counted as an overflow. The canary verifies every
+    step unless a capacity is given."""
     device: str = "auto"
     """Where the plans run: "cpu", "cuda", or "auto" for CUDA where there is a usable GPU."""
     check: bool = False
     """Compare every plan with a straight computation."""
+    canary: bool = True
+    """Guard the simulated KV with a canary."""
+    verify_interval: int | None = None
+    """Steps from one verification to the next; None: 1 on a GPU, and on the CPU what leaves about ten million slots."""
+    inject: Sequence[str] = ()
+    """Faults to inject, one after another: names of `FAULTS`, each with or without `@STEP`, or `all`."""
+    seed: int = 0
+    """Of the faults."""
 
     def __post_init__(self) -> None:
         for name in ("speedup", "step_ms"):
@@ -75,80 +94,15 @@ class ReplayOptions:
             check_positive(name, check_int(name, getattr(self, name)))
         check_fits_int32("max_running", self.max_running)
         check_non_negative("window", check_int("window", self.window))
-        for name in ("pool_slots", "window_pool_slots", "verify_capacity"):
+        check_non_negative("seed", check_int("seed", self.seed))
+        if parse_faults(self.inject, has_window=self.window > 0) and not self.canary:
+            got = repr(self.inject[0])
+            raise error("kv-canary-fault-must-be-possible", name="inject", needed="the canary", got=got)
+        for name in ("pool_slots", "window_pool_slots", "verify_capacity", "verify_interval"):
             value = getattr(self, name)
             if value is not None:
                 check_positive(name, check_int(name, value))
                 check_fits_int32(name, value)
-
-
-class Percentiles(NamedTuple):
-    """Of a value over all steps."""
-
-    p50: int
-    p90: int
-    p99: int
-    max: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplaySummary:
-    """What a replay did. `batch` counts real requests, without padding."""
-
-    device: str
-    steps: int
-    requests: int
-    """Requests given."""
-    finished: int
-    """Requests that ran to their end; fewer than given only when interrupted."""
-    preempted: int
-    largest_batch: int
-    batch: Percentiles
-    entries: Percentiles
-    """Verify entries that a step's plan asks for, before any cut by the capacity."""
-    total_entries: int
-    verify_capacity: int
-    overflows: int
-    """Steps that asked for more entries than the capacity."""
-    pool_slots: int
-    evicted_blocks: int
-    shared_prefix_share: float
-    """Of the prompt tokens, those found in the cache."""
-    plan_us_p50: float
-    """Microseconds from the launch until the plan is there, as the host sees it."""
-    plan_us_p99: float
-    wall_s: float
-    differences: int | None
-    """Output values that differ from the straight computation; None without `check`."""
-    status: StatusBit
-    """What the plans found wrong in their inputs (0: nothing)."""
-    interrupted: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplaySeries:
-    """The replay over time, in at most `SERIES_POINTS` points of equally many steps each."""
-
-    time_s: NDArray[np.float64]
-    """Start of the point's first step on the engine's clock, seconds."""
-    batch_mean: NDArray[np.float64]
-    batch_max: NDArray[np.int32]
-    entries_mean: NDArray[np.float64]
-    entries_max: NDArray[np.int64]
-    live_slots: NDArray[np.float64]
-    """Mean slots of pages that a request uses."""
-    cached_slots: NDArray[np.float64]
-    """Mean slots of cached prefix blocks that no request uses."""
-
-
-class ReplayProgress(NamedTuple):
-    """Where a replay stands."""
-
-    steps: int
-    finished: int
-    requests: int
-    batch: int
-    entries: int
 
 
 class Sizes(NamedTuple):
@@ -198,8 +152,9 @@ def replay(
     *,
     launch: Callable[..., None] | None = None,
     on_step: Callable[[ReplayProgress], None] | None = None,
-) -> tuple[ReplaySummary, ReplaySeries]:
-    """Run `requests` through the engine model and plan the offsets of every step.
+    on_event: Callable[[Injection | Report], None] | None = None,
+) -> ReplayResult:
+    """Run `requests` through the engine model: plan every step, and guard it with a canary.
 
     Parameters
     ----------
@@ -207,10 +162,11 @@ def replay(
     options : sizes, speed, device and whether to check.
     launch : what plans a step, with the keywords of `launch_plan_offsets_kernel`, which it is by default.
     on_step : called after every step, and once more at the end.
+    on_event : called with each fault that is injected and each report of the canary, as they come.
 
     Returns
     -------
-    The summary and the series over time. On KeyboardInterrupt both cover what was done, with `interrupted` set.
+    Summary, series over time, faults and reports; on KeyboardInterrupt of what was done, with `interrupted` set.
 
     """
     options = options or ReplayOptions()
@@ -232,28 +188,36 @@ def replay(
     )
     try:
         engine = EngineModel(requests, config)
+        run = _Run(engine, options, sizes, launch, on_event)
     except MemoryError as reason:
         raise error("kv-canary-replay-must-fit-in-memory", name="page table and pool", got=str(reason)) from reason
-    run = _Run(engine, options, sizes, launch)
     started = time.perf_counter()
     batch = entries = 0
     try:
         for step in engine.steps():
-            batch, entries = step.num_requests, run.plan(step)
+            batch, entries = step.num_requests, run.step(step)
             if on_step is not None:
                 on_step(ReplayProgress(run.num_steps, engine.finished, len(requests), batch, entries))
+        run.finish()
         if on_step is not None:  # the last step's requests are finished by now
             on_step(ReplayProgress(run.num_steps, engine.finished, len(requests), batch, entries))
         interrupted = False
     except KeyboardInterrupt:
         interrupted = True
-    return run.summary(len(requests), time.perf_counter() - started, interrupted), run.series()
+    return run.result(time.perf_counter() - started, interrupted)
 
 
 class _Run:
     """One replay under way: plans steps and keeps a record of each."""
 
-    def __init__(self, engine: EngineModel, options: ReplayOptions, sizes: Sizes, launch: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        engine: EngineModel,
+        options: ReplayOptions,
+        sizes: Sizes,
+        launch: Callable[..., None],
+        on_event: Callable[[Injection | Report], None] | None,
+    ) -> None:
         capacity = engine.req_pool_indices.size
         self._engine = engine
         self._options = options
@@ -264,13 +228,14 @@ class _Run:
         self._check: PlanCheck | None = None
         if options.check:
             self._check = PlanCheck(self._device.read_outputs(), options.window, sizes.verify_capacity)
+        self._canary = ReplayCanary(engine, options, self._device, on_event) if options.canary else None
         self._differences = 0
         self._overflows = 0
         self._records = np.zeros(4096, _STEP_RECORD)
         self.num_steps = 0
 
-    def plan(self, step: Step) -> int:
-        """Plan one step; the verify entries that it asks for."""
+    def step(self, step: Step) -> int:
+        """Plan one step and run it under the canary; the verify entries that it asks for."""
         device, sizes = self._device, self._sizes
         device.load(step)
         started = time.perf_counter()
@@ -289,6 +254,7 @@ class _Run:
             self._differences += self._check.count_differences(step, outputs)
         entries = int(outputs.verify_offsets_scratch[step.bs])
         self._overflows += int(outputs.verify_enable[0]) == 0
+        violations, canary_us = (0, 0.0) if self._canary is None else self._canary.run(step)
         if self.num_steps == self._records.size:
             self._records = np.concatenate([self._records, np.zeros_like(self._records)])
         pool = self._engine.pool
@@ -299,18 +265,32 @@ class _Run:
             pool.live_pages,
             pool.cached_pages,
             plan_us,
+            canary_us,
+            violations,
         )
         self.num_steps += 1
         return entries
 
-    def summary(self, num_requests: int, wall_s: float, interrupted: bool) -> ReplaySummary:
+    def finish(self) -> None:
+        """Read the last reports."""
+        if self._canary is not None:
+            self._records["violations"][self.num_steps - 1] += self._canary.finish(self.num_steps)
+
+    def result(self, wall_s: float, interrupted: bool) -> ReplayResult:
+        """All that it leaves."""
+        summary, series = self._summary(wall_s, interrupted), self._series()
+        if self._canary is None:
+            return ReplayResult(summary, series)
+        return ReplayResult(summary, series, self._canary.outcomes, tuple(self._canary.reports))
+
+    def _summary(self, wall_s: float, interrupted: bool) -> ReplaySummary:
         engine, records = self._engine, self._records[: self.num_steps]
         batch, entries = _percentiles(records["batch"]), _percentiles(records["entries"])
         plan_us = records["plan_us"] if records.size else np.zeros(1)
         return ReplaySummary(
             device=self._device.name,
             steps=self.num_steps,
-            requests=num_requests,
+            requests=len(engine.requests),
             finished=engine.finished,
             preempted=engine.preempted,
             largest_batch=batch.max,
@@ -328,9 +308,10 @@ class _Run:
             differences=self._differences if self._check is not None else None,
             status=StatusBit(self._device.read_status()),
             interrupted=interrupted,
+            canary=None if self._canary is None else self._canary.summary(),
         )
 
-    def series(self) -> ReplaySeries:
+    def _series(self) -> ReplaySeries:
         records, page_size = self._records[: self.num_steps], self._options.page_size
         starts = np.arange(0, records.size, max(1, math.ceil(records.size / SERIES_POINTS)))
         steps = np.diff(starts, append=records.size)
@@ -347,6 +328,8 @@ class _Run:
             entries_max=np.maximum.reduceat(records["entries"], starts),
             live_slots=mean(records["live_pages"]) * page_size,
             cached_slots=mean(records["cached_pages"]) * page_size,
+            canary_us_mean=mean(records["canary_us"]),
+            violations=np.add.reduceat(records["violations"], starts),
         )
 
 

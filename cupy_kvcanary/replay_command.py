@@ -8,28 +8,30 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .catalogue import error
 from .checks import check_non_negative, check_positive
-from .constants import StatusBit
+from .faults import FAULTS
 from .plots import draw_replay, require_matplotlib
 from .replay import ReplayOptions, replay
+from .replay_text import Events, canary_log_is_ours, outcome_table, summary_table
+from .report_page import write_report_page
 from .traces import generate_trace, read_trace
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
 
-    from .replay import ReplayProgress, ReplaySeries, ReplaySummary
+    from .replay_result import ReplayProgress, ReplayResult
     from .traces import TraceRequest
 
 GENERATED_REQUESTS = 1000
 """Requests of the generated trace, where --requests does not say."""
 
-EXIT_DIFFERENCES = 1
+EXIT_PROBLEM = 1
 EXIT_INTERRUPTED = 130
 
 
@@ -38,9 +40,10 @@ def add_replay_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     defaults = ReplayOptions()
     parser = subparsers.add_parser(
         "replay",
-        help="run a serving trace through a simulated engine and plan every step",
+        help="run a serving trace through a simulated engine under a canary",
         description="Run a serving trace through a simulated engine (continuous batching, paged pool, prefix sharing) "
-        "and plan the offsets of every step. The exit status is 1 when --check finds a difference.",
+        "whose KV a canary guards. The exit status is 1 when --check finds a difference, when the canary raises a "
+        "false alarm, and when it does not find a fault of --inject.",
     )
     parser.add_argument(
         "trace",
@@ -51,12 +54,27 @@ def add_replay_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     parser.add_argument(
         "--requests", type=int, metavar="N", help=f"stop after N requests (a generated trace has {GENERATED_REQUESTS})"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the generated trace (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the generated trace and the faults (%(default)s)")
     parser.add_argument("--check", action="store_true", help="compare every plan with a straight computation")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the plans run (auto: GPU if usable)"
     )
+    parser.add_argument("--no-canary", dest="canary", action="store_false", help="plan every step, and do nothing else")
+    parser.add_argument(
+        "--verify-interval",
+        type=int,
+        metavar="N",
+        help="steps from one verification to the next (1 on a GPU; on the CPU so that the replay takes seconds)",
+    )
+    parser.add_argument(
+        "--inject",
+        action="append",
+        default=[],
+        metavar="FAULT[@STEP]",
+        help=f"damage something, for the canary to find; may be repeated: all, {', '.join(FAULTS)}",
+    )
     parser.add_argument("--plot", metavar="FILE.png", help="draw batch size, planned entries and pool use over time")
+    parser.add_argument("--report", metavar="FILE.html", help="write a page with the numbers, the plot and the reports")
     parser.add_argument("--json", metavar="FILE", help="write the numbers")
     engine = parser.add_argument_group("engine")
     for name, kind, text in (
@@ -85,26 +103,31 @@ def run_replay(args: argparse.Namespace) -> int:
     if args.requests is not None:
         check_positive("requests", args.requests)
     check_non_negative("seed", args.seed)
-    for name, target in (("--json", args.json), ("--plot", args.plot)):
+    for name, target in (("--json", args.json), ("--plot", args.plot), ("--report", args.report)):
         if target is not None:
             _check_writable(name, Path(target))
-    if args.plot is not None:
+    if args.plot is not None or args.report is not None:
         require_matplotlib()
     requests = _load(args)
 
-    with _progress_bar(len(requests)) as on_step:
-        summary, series = replay(requests, options, on_step=on_step)
-    print(_as_table(summary))
+    with _progress_bar(len(requests)) as on_step, canary_log_is_ours():
+        result = replay(requests, options, on_step=on_step, on_event=Events(sys.stderr))
+    summary, series, outcomes, _ = result
+    print(summary_table(summary))
+    if outcomes:
+        print(f"\n{outcome_table(outcomes)}")
     if summary.interrupted:
         print("interrupted: the numbers are those of the steps until then; no file was written", file=sys.stderr)
         return EXIT_INTERRUPTED
     if args.json is not None:
-        text = _as_json(args.trace, options, summary, series)
+        text = _as_json(args.trace, options, result)
         _write_whole(Path(args.json), lambda file: file.write(text.encode()))
+    title = f"Replay of {Path(args.trace).name if args.trace else 'a generated trace'}"
     if args.plot is not None:
-        title = f"Replay of {Path(args.trace).name if args.trace else 'a generated trace'}"
         _write_whole(Path(args.plot), lambda file: draw_replay(file, title, summary, series))
-    return EXIT_DIFFERENCES if summary.differences else 0
+    if args.report is not None:
+        _write_whole(Path(args.report), lambda file: write_report_page(file, title, result))
+    return 0 if result.is_good else EXIT_PROBLEM
 
 
 def _load(args: argparse.Namespace) -> list[TraceRequest]:
@@ -184,41 +207,18 @@ def _progress_bar(num_requests: int) -> Iterator[Callable[[ReplayProgress], None
         yield on_step
 
 
-def _as_table(summary: ReplaySummary) -> str:
-    """Two aligned columns, readable without rich."""
-
-    def spread(values: tuple[int, ...]) -> str:
-        return "  ".join(f"{name} {value:,}" for name, value in zip(("p50", "p90", "p99", "max"), values, strict=True))
-
-    rows = {
-        "device": summary.device,
-        "steps": f"{summary.steps:,}",
-        "requests finished": f"{summary.finished:,} of {summary.requests:,}",
-        "preemptions": f"{summary.preempted:,}",
-        "largest batch": f"{summary.largest_batch:,}",
-        "batch": spread(summary.batch),
-        "planned entries a step": spread(summary.entries),
-        "planned entries": f"{summary.total_entries:,}",
-        "overflows": f"{summary.overflows:,} steps over the capacity of {summary.verify_capacity:,}",
-        "pool": f"{summary.pool_slots:,} slots, {summary.evicted_blocks:,} blocks evicted",
-        "prompt tokens shared": f"{summary.shared_prefix_share:.1%}",
-        "plan time a step": f"median {summary.plan_us_p50:.0f} us, p99 {summary.plan_us_p99:.0f} us",
-        "wall time": f"{summary.wall_s:.1f} s",
-        "status bits": ", ".join(str(bit.name) for bit in StatusBit if bit in summary.status) or "none",
-        "differences": "not checked (--check)" if summary.differences is None else f"{summary.differences:,}",
-    }
-    width = max(len(name) for name in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
-
-
-def _as_json(trace: str | None, options: ReplayOptions, summary: ReplaySummary, series: ReplaySeries) -> str:
+def _as_json(trace: str | None, options: ReplayOptions, result: ReplayResult) -> str:
     def plain(value: Any) -> Any:
+        if is_dataclass(value) and not isinstance(value, type):
+            return asdict(value)
         return value._asdict() if hasattr(value, "_asdict") else value
 
+    summary, series, outcomes, _ = result
     numbers = {
         "trace": trace,
         "options": asdict(options),
         "summary": {field.name: plain(getattr(summary, field.name)) for field in fields(summary)},
         "series": {field.name: getattr(series, field.name).tolist() for field in fields(series)},
+        "faults": [asdict(outcome) for outcome in outcomes],
     }
     return json.dumps(numbers, indent=1) + "\n"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+import tracemalloc
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -12,15 +13,20 @@ from .errors import KvCanaryRuntimeError
 from .plan_check import PlanOutputs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
     from .engine_model import EngineModel, Step
+
+T = TypeVar("T")
 
 
 class ReplayDevice(Protocol):
     """Where the plans of a replay run."""
 
     name: str
+    xp: Any
+    """NumPy or CuPy."""
     arguments: dict[str, Any]
     """The planner's arrays by keyword: the same objects at every step."""
 
@@ -35,6 +41,9 @@ class ReplayDevice(Protocol):
 
     def read_status(self) -> int:
         """`StatusBit`s of all plans so far."""
+
+    def allocated_by(self, make: Callable[[], T]) -> tuple[T, int]:
+        """What a call makes, and the bytes of arrays that it allocated and kept."""
 
 
 def make_device(name: str, engine: EngineModel, bs_block_size: int) -> ReplayDevice:
@@ -78,6 +87,7 @@ class CpuDevice:
     """Plans read the engine's own buffers."""
 
     name = "cpu"
+    xp: Any = np
 
     def __init__(self, engine: EngineModel, bs_block_size: int) -> None:
         capacity = engine.req_pool_indices.size
@@ -108,6 +118,18 @@ class CpuDevice:
         """See `ReplayDevice.read_status`."""
         return int(self._status[0])
 
+    def allocated_by(self, make: Callable[[], T]) -> tuple[T, int]:
+        """See `ReplayDevice.allocated_by`."""
+        tracemalloc.start()
+        try:
+            made = make()
+            arrays = tracemalloc.take_snapshot().filter_traces(
+                [tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)]
+            )
+        finally:
+            tracemalloc.stop()
+        return made, sum(trace.size for trace in arrays.traces)
+
 
 class CudaDevice:
     """Plans read CuPy arrays. Of the page table and the mapping, only pages that changed are copied."""
@@ -115,7 +137,7 @@ class CudaDevice:
     name = "cuda"
 
     def __init__(self, engine: EngineModel, bs_block_size: int, cupy: ModuleType) -> None:
-        self._cupy = cupy
+        self.xp = cupy
         self._engine = engine
         self._sizes = engine.req_pool_indices.size, bs_block_size
         self._block = _output_block(cupy, *self._sizes)
@@ -144,7 +166,7 @@ class CudaDevice:
 
     def wait(self) -> None:
         """See `ReplayDevice.wait`."""
-        self._cupy.cuda.get_current_stream().synchronize()
+        self.xp.cuda.get_current_stream().synchronize()
 
     def read_outputs(self) -> PlanOutputs:
         """See `ReplayDevice.read_outputs`."""
@@ -159,4 +181,10 @@ class CudaDevice:
         if pages.size:
             page_size = self._engine.config.page_size
             values = source.reshape(-1, page_size)[pages]
-            self.arguments[name].reshape(-1, page_size)[self._cupy.asarray(pages)] = self._cupy.asarray(values)
+            self.arguments[name].reshape(-1, page_size)[self.xp.asarray(pages)] = self.xp.asarray(values)
+
+    def allocated_by(self, make: Callable[[], T]) -> tuple[T, int]:
+        """See `ReplayDevice.allocated_by`."""
+        pool = self.xp.get_default_memory_pool()
+        before = pool.used_bytes()
+        return make(), pool.used_bytes() - before

@@ -102,6 +102,8 @@ REPLAY_ERROR_CALLS: dict[str, Callable[[], object]] = {
     "kv-canary-replay-must-fit-in-memory": lambda: replay(
         [TraceRequest(0.0, 2**22, 1)], ReplayOptions(device="cpu", max_running=2**31 - 1)
     ),
+    "kv-canary-fault-must-be-known": _replaying(inject=("late-write@soon",)),
+    "kv-canary-fault-must-be-possible": _replaying(inject=("stale-mapping",)),
     "kv-canary-device-must-be-known": lambda: replay(_REQUESTS, ReplayOptions(device="cuda:1")),
     "kv-canary-gpu-must-be-usable": _replay_on_cuda_without_gpu,
     "kv-canary-output-file-must-be-writable": lambda: run_command("--json", "no/such/folder/numbers.json"),

@@ -16,6 +16,7 @@ from cupy_kvcanary import KvCanaryError, launch_plan_offsets_kernel
 from cupy_kvcanary.replay import SERIES_POINTS, ReplayOptions, derived_sizes, replay
 from cupy_kvcanary.traces import TraceRequest, generate_trace, read_trace
 from tests.helpers.backends import require_gpu
+from tests.helpers.device_array import DeviceArray
 from tests.helpers.replay_errors import run_command
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
 
 def checked(requests: list[TraceRequest], **options: Any) -> Any:
-    summary, _ = replay(requests, ReplayOptions(device="cpu", check=True, **options))
+    summary = replay(requests, ReplayOptions(device="cpu", check=True, canary=False, **options)).summary
     assert summary.finished == summary.requests == len(requests)
     assert summary.differences == 0
     assert summary.status == 0
@@ -71,7 +72,7 @@ def test_derived_sizes_follow_the_tokens_in_flight() -> None:
     assert sizes.pool_slots == pytest.approx(3 * 11_700 + 1333, rel=0.06)
     assert sizes.window_pool_slots < sizes.pool_slots
     assert sizes.verify_capacity == pytest.approx(4 * 10 * 100 + 100, rel=0.08)
-    _, series = replay(requests, ReplayOptions(device="cpu"))
+    series = replay(requests, ReplayOptions(device="cpu", canary=False)).series
     assert max(series.entries_max) < derived_sizes(requests, ReplayOptions()).verify_capacity
 
 
@@ -117,7 +118,7 @@ def add_one(name: str, index: Callable[[int], int]) -> Callable[[dict[str, Any]]
 )
 def test_the_check_finds_a_broken_planner(break_plan: Callable[[dict[str, Any]], None]) -> None:
     options = ReplayOptions(device="cpu", check=True)
-    summary, _ = replay([TraceRequest(0.0, 100, 5)], options, launch=broken(break_plan))
+    summary = replay([TraceRequest(0.0, 100, 5)], options, launch=broken(break_plan)).summary
     assert summary.differences == summary.steps == 5
 
 
@@ -132,12 +133,12 @@ def test_differences_make_the_exit_status_1(
 
 def test_table_numbers_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers, plot = tmp_path / "numbers.json", tmp_path / "plot.png"
-    arguments = ("--requests", "30", "--device", "cpu", "--check", "--json", str(numbers), "--plot", str(plot))
+    arguments = ("--requests", "10", "--device", "cpu", "--check", "--json", str(numbers), "--plot", str(plot))
     assert run_command(*arguments) == 0
     written = json.loads(numbers.read_text())
     table = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert table["steps"].strip() == f"{written['summary']['steps']:,}"
-    assert table["requests finished"].strip() == "30 of 30"
+    assert table["requests finished"].strip() == "10 of 10"
     assert table["differences"].strip() == "0"
     assert written["summary"]["entries"]["max"] == max(written["series"]["entries_max"])
     assert {len(values) for values in written["series"].values()} == {len(written["series"]["time_s"])}
@@ -169,7 +170,7 @@ def test_interrupted_it_shows_what_was_done_and_writes_nothing(
         steps += 1
 
     monkeypatch.setattr("cupy_kvcanary.ops.plan_offsets.launch_plan_offsets_kernel", launch)
-    assert run_command("--device", "cpu", "--json", str(tmp_path / "numbers.json")) == 130
+    assert run_command("--device", "cpu", "--no-canary", "--json", str(tmp_path / "numbers.json")) == 130
     captured = capsys.readouterr()
     assert captured.out.splitlines()[1].split() == ["steps", "50"]
     assert "interrupted" in captured.err
@@ -190,6 +191,7 @@ def test_interrupted_it_shows_what_was_done_and_writes_nothing(
         ("--pool-slots", "100"),
         ("--window", "64", "--window-pool-slots", "100"),
         ("--verify-capacity", str(2**31)),
+        ("--verify-interval", "0"),
     ],
     ids=" ".join,
 )
@@ -241,16 +243,6 @@ def test_without_rich_one_line_says_how_to_get_the_bar(monkeypatch: pytest.Monke
     assert terminal.text == "for a progress bar: pip install 'cupy-kvcanary[cli]'\n"
 
 
-class DeviceArray(np.ndarray[Any, Any]):
-    """A NumPy array with what the replay uses of CuPy's: host copies are explicit."""
-
-    def get(self) -> Any:
-        return np.array(self)
-
-    def set(self, values: Any) -> None:
-        self[...] = values
-
-
 def test_the_mirror_on_a_device_stays_equal_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CUDA path with NumPy in CuPy's place: every plan reads the mirrored tables only."""
     stream = SimpleNamespace(synchronize=lambda: None)
@@ -267,8 +259,8 @@ def test_the_mirror_on_a_device_stays_equal_to_the_engine(monkeypatch: pytest.Mo
         arrays = {name: np.asarray(value) for name, value in arguments.items() if isinstance(value, DeviceArray)}
         launch_plan_offsets_kernel(**{**arguments, **arrays})
 
-    options = ReplayOptions(device="cuda", check=True, window=1024, speedup=10.0)
-    summary, _ = replay(generate_trace(40, seed=2), options, launch=launch)
+    options = ReplayOptions(device="cuda", check=True, window=1024, speedup=10.0, canary=False)
+    summary = replay(generate_trace(40, seed=2), options, launch=launch).summary
     assert summary.device == "cuda"
     assert summary.differences == 0
 
@@ -279,7 +271,8 @@ def test_a_replay_on_the_gpu_plans_what_the_cpu_plans() -> None:
     requests = generate_trace(60, seed=1)
     summaries = []
     for device in ("cpu", "cuda"):
-        summary, series = replay(requests, ReplayOptions(device=device, check=True, window=1024))
+        options = ReplayOptions(device=device, check=True, window=1024)
+        summary, series, *_ = replay(requests, options)
         assert summary.differences == 0
         summaries.append((summary.total_entries, summary.steps, series.entries_max.tolist()))
     assert summaries[0] == summaries[1]

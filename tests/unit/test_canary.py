@@ -72,7 +72,7 @@ def test_damage_is_reported_in_the_step_after_the_one_that_read_it(backend: Arra
     engine.canary.buffers.place.synchronize()
     engine.step(DECODE)  # looks at what came back
     (report,) = engine.reports
-    assert report.step == 4
+    assert report.step == 3
     assert {violation.tag for violation in report.violations} == FOUR_TAGS
     assert found(engine) == {(1, engine.slot(1, 4), FailReason.VERIFY_CHAIN_HASH)}
     violation = report.violations[0]
