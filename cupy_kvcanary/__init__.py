@@ -17,7 +17,7 @@ from .constants import (
 )
 from .errors import KvCanaryError, KvCanaryRuntimeError, KvCanaryWarning, KvCorruptionError
 from .health import Health, Watchdog
-from .installation import __version__, warn_of_two_cupy_wheels
+from .installation import __version__
 from .ops.canary_plan import launch_canary_plan_kernels
 from .ops.move import (
     launch_canary_copy_records_kernel,
@@ -87,5 +87,3 @@ __all__ = [
     "plan_offsets",
     "warmup",
 ]
-
-warn_of_two_cupy_wheels()

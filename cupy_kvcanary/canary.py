@@ -182,9 +182,10 @@ class Canary:
         if not is_capturing:
             self._collect()
             self._join(stream)
-        launches.launch("plan", stream)
         if self._steps % self.config.verify_interval == 0 or is_capturing:
-            launches.launch("verify", stream)
+            launches.launch(stream, "plan", "verify")
+        else:
+            launches.launch(stream, "plan")
         if is_capturing:
             return
         if self._sweep is not None and self._steps % self.config.sweep_interval == 0:
@@ -206,7 +207,7 @@ class Canary:
         if given:
             launches.write(stream, **given)
         else:
-            launches.launch("write", stream)
+            launches.launch(stream, "write")
 
     def _launches_of(self, batch: Batch) -> BatchLaunches:
         launches = self._launches.get(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from .constants import (
     RealKvHashMode,
 )
 from .launch import BACKENDS
+from .launcher import bind_all
 from .ops.plan_offsets import launch_plan_offsets_kernel
 from .ops.verify import launch_canary_verify_batch_kernel
 from .ops.write import launch_canary_write_kernel
@@ -27,6 +29,8 @@ from .streams import CallersStreams, as_cupy_stream, is_capturing
 from .types import VerifyPlan, WritePlan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .batch import Batch
     from .canary_config import CanaryConfig, Group, KvPool
     from .launcher import BoundLaunch, Launcher
@@ -65,13 +69,18 @@ class Place:
 
     def stream_of(self, *arrays: Any) -> int | None:
         """The stream that the library of the arrays on the device works on now; None on the CPU."""
+        return self.streams_of(*arrays)()
+
+    def streams_of(self, *arrays: Any) -> Callable[[], int | None]:
+        """The same as a function, to be asked again and again."""
         if self._cupy is None:
-            return None
+            return lambda: None
         views = [view_array("array", array) for array in arrays if is_array(array)]
         on_device = [view for view in views if view.device == self.device]
-        if not on_device:
-            return int(self._cupy.cuda.get_current_stream(self.device.index).ptr)
-        return CallersStreams(self._cupy, on_device).handle(None)
+        if on_device:
+            return functools.partial(CallersStreams(self._cupy, on_device).handle, None)
+        get_current_stream, index = self._cupy.cuda.get_current_stream, self.device.index
+        return lambda: int(get_current_stream(index).ptr)
 
     def is_capturing(self, stream: int | None) -> bool:
         """Whether a graph is being captured on the stream."""
@@ -203,13 +212,14 @@ class BatchLaunches:
 
     def __init__(self, buffers: CanaryBuffers, batch: Batch) -> None:
         config, pool, status = buffers.config, buffers.pool, buffers.log.int32(LogLayout.WRITE_INDEX, 1)
-        self._bound: dict[tuple[str, int | None], list[BoundLaunch] | None] = {}
+        self._bound: dict[tuple[int | None, tuple[str, ...]], BoundLaunch | None] = {}
         self._calls: dict[str, list[tuple[Launcher[Any], dict[str, Any]]]] = {"plan": [], "verify": [], "write": []}
-        self._place = buffers.place
-        self._arrays = [view_array("prefix_lens", batch.prefix_lens)]
+        self.stream = buffers.place.streams_of(batch.prefix_lens)
+        """Gives the stream that the engine works on now."""
         rows = batch.req_pool_indices
         if rows is None:
-            rows = buffers.rows if batch.bs is not None else buffers.rows[: self._arrays[0].size]
+            prefix_lens = view_array("prefix_lens", batch.prefix_lens)
+            rows = buffers.rows if batch.bs is not None else buffers.rows[: prefix_lens.size]
         capacity = INT32_MAX if config.verify_capacity is None else config.verify_capacity
         for group in buffers.groups:
             read = {
@@ -280,24 +290,22 @@ class BatchLaunches:
                 )
             )
 
-    def stream(self) -> int | None:
-        """The stream that the engine works on now."""
-        return self._place.stream_of(*(view.owner for view in self._arrays))
-
-    def launch(self, what: str, stream: int | None) -> None:
-        """Launch the `plan`, the `verify` or the `write` of every group."""
-        key, calls = (what, stream), self._calls[what]
+    def launch(self, stream: int | None, *what: str) -> None:
+        """Launch the `plan`, the `verify` or the `write` of every group, several one after another."""
+        key = (stream, what)
         if key not in self._bound:
             self._bound[key] = None  # a batch that is never given again is not worth binding
-            for launcher, arguments in calls:
+            for launcher, arguments in self._calls_of(what):
                 launcher(**arguments, stream=stream)
             return
         bound = self._bound[key]
         if bound is None:
-            bound = [launcher.bind(**arguments, stream=stream) for launcher, arguments in calls]
-            self._bound[key] = bound
-        for launch in bound:
-            launch()
+            calls = [(launcher, {**arguments, "stream": stream}) for launcher, arguments in self._calls_of(what)]
+            bound = self._bound[key] = bind_all(calls)
+        bound()
+
+    def _calls_of(self, what: tuple[str, ...]) -> list[tuple[Launcher[Any], dict[str, Any]]]:
+        return [call for name in what for call in self._calls[name]]
 
     def write(self, stream: int | None, **arrays: Any) -> None:
         """Launch the write of every group for tokens that are not the batch's own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .catalogue import error
+from .installation import warn_of_two_cupy_wheels
 from .sources import joined_source
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ _kernels: dict[tuple[str, str, int], tuple[Any, int]] = {}
 
 def import_cupy() -> ModuleType:
     """CuPy, or the error that says which extra installs it."""
+    warn_of_two_cupy_wheels()
     try:
         import cupy
     except ImportError as reason:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
+import functools
 import warnings
 
 from .errors import PREFIX, KvCanaryWarning
@@ -15,6 +15,8 @@ _CUPY_WHEELS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 
 def installed_cupy_wheels() -> dict[str, str]:
     """Versions of the installed distributions that provide `import cupy`, by name."""
+    import importlib.metadata  # takes a good part of the package's own import
+
     versions = {}
     for name in _CUPY_WHEELS:
         try:
@@ -36,8 +38,9 @@ def cuda_driver_version() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
+@functools.cache
 def warn_of_two_cupy_wheels() -> None:
-    """Warn where several CuPy wheels are installed: they write into one folder and break each other."""
+    """Warn, once, where several CuPy wheels are installed: they write into one folder and break each other."""
     wheels = list(installed_cupy_wheels())
     if len(wheels) < 2:
         return
@@ -49,5 +52,5 @@ def warn_of_two_cupy_wheels() -> None:
         f"{PREFIX}{' and '.join(wheels)} are installed and break each other; remove {removed}: "
         f"pip uninstall {removed} && pip install --force-reinstall --no-deps {kept}",
         KvCanaryWarning,
-        stacklevel=3,
+        stacklevel=4,
     )

@@ -20,7 +20,7 @@ from .libraries import share
 from .streams import CallersStreams, as_cupy_stream, is_capturing, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from .arrays import Device
@@ -111,8 +111,8 @@ class Backend(Protocol):
     def run(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
         """Run in place; `arguments` has array views, None and ints by the launcher's keyword names."""
 
-    def bind(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> Callable[[], None]:
-        """A function that does what `run` does, as often as it is called."""
+    def bind(self, calls: Sequence[Call]) -> Callable[[], None]:
+        """A function that runs the calls one after another, as often as it is called; all on the first one's stream."""
 
     def allocate_zeros(self, shape: Any, dtype: str, device: Device, stream: Any) -> Any:
         """A new array at a multiple of 64 bytes, for work on `stream`; None for the current one."""
@@ -133,13 +133,22 @@ class NumpyBackend:
 
     def run(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
         """See `Backend.run`."""
-        self.bind(operation, arguments, stream)()
+        self.bind([Call(operation, arguments, stream)])()
 
-    def bind(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> Callable[[], None]:
+    def bind(self, calls: Sequence[Call]) -> Callable[[], None]:
         """See `Backend.bind`."""
-        if stream is not None:
+        if (stream := calls[0].stream) is not None:
             raise error("kv-canary-stream-must-be-none-for-cpu-arrays", name="stream", got=type(stream).__name__)
-        return functools.partial(operation.reference, **{name: with_numpy(value) for name, value in arguments.items()})
+        references = [
+            functools.partial(call.operation.reference, **{k: with_numpy(v) for k, v in call.arguments.items()})
+            for call in calls
+        ]
+
+        def run() -> None:
+            for reference in references:
+                reference()
+
+        return run
 
     def allocate_zeros(self, shape: Any, dtype: str, device: Device, stream: Any) -> Any:
         """See `Backend.allocate_zeros`; at a multiple of 64 bytes, as CUDA memory is."""
@@ -235,9 +244,12 @@ class CudaBackend:
         """See `Backend.run`."""
         self.prepare(operation, arguments, stream).launch(stream)
 
-    def bind(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> Callable[[], None]:
+    def bind(self, calls: Sequence[Call]) -> Callable[[], None]:
         """See `Backend.bind`."""
-        return functools.partial(self.prepare(operation, arguments, stream).launch, stream)
+        all_prepared = [self.prepare(*call) for call in calls]
+        launches = [launch for prepared in all_prepared for launch in prepared.launches]
+        together = PreparedLaunches(import_cupy(), launches, [view for call in calls for view in call.views])
+        return functools.partial(together.launch, calls[0].stream)
 
     def prepare(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> PreparedLaunches:
         """Every kernel is at hand before the first is launched: outputs stay untouched if one does not compile."""

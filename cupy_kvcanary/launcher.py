@@ -20,7 +20,7 @@ from .page_tables import BlockTable, PageList
 from .types import VerifyPlan, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 P = ParamSpec("P")
 
@@ -31,9 +31,9 @@ _KNOWN_BY_IDENTITY = (VerifyOrWriteContext, VerifyPlan, WritePlan, BlockTable, P
 class BoundLaunch:
     """Checked arguments, ready to launch: calling it only launches. Keeps its arrays alive."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._launch = _backend_of(call).bind(*call)
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        self._launch = _backend_of(calls[0]).bind(calls)
 
     def __call__(self) -> None:
         """Launch on the stream that was bound, else on the current stream of the arrays' library."""
@@ -74,7 +74,12 @@ class Launcher(Generic[P]):
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundLaunch:
         """Check the arguments once, with the errors of a call, for an object that only launches when it is called."""
-        return BoundLaunch(self._check(*args, **kwargs))
+        return BoundLaunch([self._check(*args, **kwargs)])
+
+
+def bind_all(calls: Iterable[tuple[Launcher[Any], Mapping[str, Any]]]) -> BoundLaunch:
+    """Several launchers with their arguments, on one device and stream, as one object that launches all of them."""
+    return BoundLaunch([launcher._check(**arguments) for launcher, arguments in calls])
 
 
 def _backend_of(call: Call) -> Backend:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cupy_kvcanary.launch import NumpyBackend, Operation, all_views
+from cupy_kvcanary.launch import Call, NumpyBackend, Operation, all_views
 from tests.helpers.host_backend import HostArray, HostKernels
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 BACKEND_PARAMS = [
     "numpy",
@@ -51,6 +51,13 @@ class HostBackend(NumpyBackend):
 
     def run(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
         self.kernels.run(operation.launches(**arguments), host_arrays(operation, arguments))
+
+    def bind(self, calls: Sequence[Call]) -> Callable[[], None]:
+        def run() -> None:
+            for call in calls:
+                self.run(*call)
+
+        return run
 
 
 def host_arrays(operation: Operation, arguments: Mapping[str, Any]) -> list[HostArray]:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,22 @@ def test_tables_are_those_of_the_results(path: Path) -> None:
     assert with_tables(text) == text, "run: python -m tools.tables"
 
 
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
-def test_the_readmes_examples_print_what_they_say(code: str) -> None:
+def examples() -> list[Any]:
+    """Every Python example, and what it prints: behind the calls, or in the block that follows."""
+    found = []
+    for path in (ROOT / "README.md", ROOT / "docs" / "canary.md"):
+        text = path.read_text(encoding="utf-8")
+        for block in re.finditer(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", text, flags=re.DOTALL):
+            code, output = block.groups()
+            expected = output.splitlines() if output else re.findall(r"print\(.*\)  # (.*)", code)
+            found.append(pytest.param(code, expected, id=f"{path.name}:{text[: block.start()].count(chr(10)) + 1}"))
+    return found
+
+
+@pytest.mark.parametrize(("code", "expected"), examples())
+def test_examples_print_what_they_say(code: str, expected: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == re.findall(r"print\(.*\)  # (.*)", code)
+    assert done.stdout.splitlines() == expected
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
@@ -34,5 +47,6 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 
 def test_links_lead_to_files() -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"

@@ -179,7 +179,7 @@ def test_two_cupy_wheels_are_warned_of(
     monkeypatch.setattr(installation, "installed_cupy_wheels", lambda: {"cupy-cuda12x": "14", "cupy-cuda13x": "14"})
     monkeypatch.setattr(installation, "cuda_driver_version", lambda: driver)
     with pytest.warns(KvCanaryWarning, match=f"pip uninstall {removed} && pip install .* {kept}$"):
-        installation.warn_of_two_cupy_wheels()
+        installation.warn_of_two_cupy_wheels.__wrapped__()
 
 
 def test_one_cupy_wheel_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_one_cupy_wheel_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> Non
     assert installation.installed_cupy_wheels() == {"cupy-cuda12x": "14.2.0"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        installation.warn_of_two_cupy_wheels()
+        installation.warn_of_two_cupy_wheels.__wrapped__()
 
 
 def test_version_is_that_of_the_project_file() -> None:
