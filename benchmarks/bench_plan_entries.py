@@ -1,117 +1,175 @@
-"""The whole plan, offsets and entries: GPU time by graph replay and host time. Output is checked against NumPy.
+"""The materialised plan of a decode batch: offsets and entries, and the entries alone. The verify plan is full.
 
-Run from a checkout: `python -m benchmarks.bench_plan_entries [--json FILE]`.
+Bytes moved an entry: four int64 written, one int32 of the page table read; expected tokens and a mapping on top.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-import cupy
 import numpy as np
 
-from benchmarks.timing import environment, gpu_time, host_time, write_json
-from cupy_kvcanary import VerifyPlan, WritePlan, launch_canary_plan_kernels, launch_plan_entries_kernel
+from cupy_kvcanary import (
+    VerifyPlan,
+    WritePlan,
+    launch_canary_plan_kernels,
+    launch_plan_entries_kernel,
+    launch_plan_offsets_kernel,
+)
 
-# Requests, prefix, and the peer's plan (microseconds of its Triton and CUDA kernels on an H200, graph replay).
-SIZES = ((1, 1024, 6.1), (32, 1024, 13.2), (256, 1024, 16.7), (256, 4096, 26.6), (1024, 1024, 30.6), (4096, 256, 71.4))
-BYTES_PER_ENTRY = 36  # four int64 written, one int32 of the page table read
+from . import published
+from .bench_plan_offsets import arguments_on
+from .case import SECTOR, Case, Launch, PeerLaunch, Prepared, Setup, prepared
 
-ENTRY_ARRAYS = (
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WORK = "entries to verify"
+
+Part = Literal["offsets + entries", "entries"]
+
+_ENTRY_ARRAYS = (
     "verify_slot_indices",
     "verify_expected_tokens",
     "verify_expected_positions",
     "verify_prev_slot_indices",
 )
+_UNTOUCHED = -7777
+_LUT_LEN = 2**22
 
 
-def make_arguments(bs: int, prefix_len: int) -> dict[str, Any]:
-    """A decode batch: every request has this prefix and extends by one. The verify plan is full."""
-    rng = np.random.default_rng(bs)
-    capacity = bs * prefix_len
-    verify_plan, write_plan = VerifyPlan.allocate(capacity), WritePlan.allocate(bs)
-    for array in (*vars(verify_plan).values(), *vars(write_plan).values()):
-        array[...] = -7777
-    return {
-        "verify_plan_out": verify_plan,
-        "write_plan_out": write_plan,
-        "req_pool_indices": rng.permutation(bs) + 1,
-        "prefix_lens": np.full(bs, prefix_len),
-        "extend_seq_lens": np.ones(bs, np.int64),
-        "req_to_token": rng.integers(1, 2**24, (bs + 1, prefix_len + 1), dtype=np.int32),
-        "swa_window_size": 0,
-        "full_to_swa_index_mapping": None,
-        "verify_capacity": capacity,
-        "req_to_verify_expected_tokens": None,
-        "req_to_verify_expected_tokens_valid_lens": None,
-        "kv_token_id_vs_position_offset": 0,
-    }
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    bs: int
+    prefix: int
+    window: int = 0
+    has_tokens: bool = False
+    """Whether there are expected tokens."""
 
+    @property
+    def entries(self) -> int:
+        return self.bs * (min(self.window, self.prefix) if self.window else self.prefix)
 
-def on_gpu(value: Any) -> Any:
-    if isinstance(value, (VerifyPlan, WritePlan)):
-        fields = {field.name: on_gpu(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return type(value)(**fields)
-    return cupy.asarray(value) if isinstance(value, np.ndarray) else value
-
-
-def entries_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same batch for the entries kernel alone."""
-    plan, bs = arguments["verify_plan_out"], len(arguments["req_pool_indices"])
-    others = ("verify_plan_out", "write_plan_out", "extend_seq_lens", "verify_capacity")
-    return {
-        **{name: value for name, value in arguments.items() if name not in others},
-        "verify_offsets_scratch": cupy.arange(bs + 1) * arguments["prefix_lens"][0],
-        "verify_enable": plan.enable,
-        **{f"out_{name}": getattr(plan, name) for name in ENTRY_ARRAYS},
-    }
-
-
-def bench(bs: int, prefix_len: int, peer_us: float) -> dict[str, Any]:
-    expected = make_arguments(bs, prefix_len)
-    arguments = {name: on_gpu(value) for name, value in expected.items()}
-    launch_canary_plan_kernels(**expected)
-    gpu = gpu_time(lambda: launch_canary_plan_kernels(**arguments))
-    for plan in ("verify_plan_out", "write_plan_out"):
-        for field in dataclasses.fields(arguments[plan]):
-            result, value = (getattr(side[plan], field.name) for side in (arguments, expected))
-            np.testing.assert_array_equal(cupy.asnumpy(result), value, err_msg=field.name)
-    alone = entries_arguments(arguments)
-    return {
-        "bs": bs,
-        "prefix_len": prefix_len,
-        "peer_gpu_us": peer_us,
-        "gpu_us": asdict(gpu),
-        "entries_gpu_us": asdict(gpu_time(lambda: launch_plan_entries_kernel(**alone))),
-        "host_us": asdict(host_time(lambda: launch_canary_plan_kernels(**arguments), calls=1000)),
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
-    result = {"environment": environment(), "rows": [bench(*size) for size in SIZES]}
-    write_json(arguments.json, result)
-    about = result["environment"]
-    print(f"{about['gpu']}, CuPy {about['cupy']}, NVRTC {about['nvrtc']}, {about['date']}")
-    print(f"empty kernel {about['empty_kernel_us']['median']:.2f} us, copy {about['copy_tb_per_s']:.2f} TB/s")
-    print(
-        f"{'bs':>6} {'prefix':>7} {'peer us':>8} {'plan us':>8} {'quartiles':>16}"
-        f" {'entries us':>10} {'TB/s':>6} {'host us':>8}"
-    )
-    for row in result["rows"]:
-        gpu, entries = row["gpu_us"], row["entries_gpu_us"]["median"]
-        rate = BYTES_PER_ENTRY * row["bs"] * row["prefix_len"] / entries / 1e6
-        spread = f"{gpu['low']:.2f} - {gpu['high']:.2f}"
-        print(
-            f"{row['bs']:>6} {row['prefix_len']:>7} {row['peer_gpu_us']:>8.1f} {gpu['median']:>8.2f} {spread:>16}"
-            f" {entries:>10.2f} {rate:>6.2f} {row['host_us']['median']:>8.1f}"
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.bs} x {self.prefix}"
+            + (f", window {self.window}" if self.window else "")
+            + (", expected tokens" if self.has_tokens else "")
         )
 
 
-if __name__ == "__main__":
-    main()
+_QUICK = (Work(bs=1, prefix=1024), Work(bs=256, prefix=4096), Work(bs=4096, prefix=256))
+_WORKS = (
+    *_QUICK,
+    Work(bs=1, prefix=0),
+    Work(bs=32, prefix=1024),
+    Work(bs=256, prefix=1024),
+    Work(bs=1024, prefix=1024),
+    Work(bs=1, prefix=131072),
+    Work(bs=64, prefix=65536),
+    Work(bs=1048576, prefix=1),
+    Work(bs=256, prefix=8192, window=1024),
+    Work(bs=256, prefix=4096, has_tokens=True),
+)
+
+
+class PlanSetup(Setup):
+    def __init__(self, work: Work, part: Part) -> None:
+        self.work, self.part = work, part
+        rng = np.random.default_rng(work.bs)
+        bs, prefix = work.bs, work.prefix
+        most = _LUT_LEN if work.window else 2**24
+        tokens = rng.integers(0, 2**17, (bs + 1, prefix + 1), dtype=np.int32) if work.has_tokens else None
+        self.batch = {
+            "req_pool_indices": rng.permutation(bs) + 1,
+            "prefix_lens": np.full(bs, prefix),
+            "req_to_token": rng.integers(1, most, (bs + 1, prefix + 1), dtype=np.int32),
+            "swa_window_size": work.window,
+            "full_to_swa_index_mapping": rng.permutation(_LUT_LEN) if work.window else None,
+            "req_to_verify_expected_tokens": tokens,
+            "req_to_verify_expected_tokens_valid_lens": np.full(bs, prefix) if work.has_tokens else None,
+            "kv_token_id_vs_position_offset": 0,
+        }
+
+    def on(self, arrays: Any) -> Prepared:
+        batch, bs = arguments_on(self.batch, arrays), self.work.bs
+        verify = VerifyPlan(
+            **{name: arrays.full(self.work.entries, _UNTOUCHED, np.int64) for name in _ENTRY_ARRAYS},
+            verify_num_valid=arrays.full(1, _UNTOUCHED, np.int32),
+            enable=arrays.full(1, _UNTOUCHED, np.int32),
+        )
+        write = WritePlan(
+            write_offsets=arrays.full(bs + 1, _UNTOUCHED, np.int64),
+            write_seed_slot_indices=arrays.full(bs, _UNTOUCHED, np.int64),
+            write_num_valid_reqs=arrays.full(1, _UNTOUCHED, np.int32),
+        )
+        entries = {name: getattr(verify, name) for name in _ENTRY_ARRAYS}
+        if self.part == "entries":
+            scratch = arrays.zeros(bs + 1, np.int64)
+            self._plan_offsets(batch, verify, write, scratch)
+            arguments = {
+                **batch,
+                "verify_offsets_scratch": scratch,
+                "verify_enable": verify.enable,
+                **{f"out_{name}": array for name, array in entries.items()},
+            }
+            launch = Launch(launch_plan_entries_kernel, arguments)
+            return prepared([launch], entries, lambda: [PeerLaunch("launch_plan_entries_kernel", arguments)])
+        arguments = {
+            **batch,
+            "verify_plan_out": verify,
+            "write_plan_out": write,
+            "extend_seq_lens": arrays.ones(bs, np.int64),
+            "verify_capacity": self.work.entries,
+            "bs_block_size": bs,
+        }
+        written = {
+            field.name: getattr(plan, field.name) for plan in (verify, write) for field in dataclasses.fields(plan)
+        }
+        launch = Launch(launch_canary_plan_kernels, arguments)
+        return prepared([launch], written, lambda: [PeerLaunch("launch_canary_plan_kernels", arguments)])
+
+    def _plan_offsets(self, batch: dict[str, Any], verify: VerifyPlan, write: WritePlan, scratch: Any) -> None:
+        names = ("req_pool_indices", "prefix_lens", "req_to_token", "swa_window_size", "full_to_swa_index_mapping")
+        launch_plan_offsets_kernel(
+            **{name: batch[name] for name in names},
+            extend_seq_lens=batch["prefix_lens"],
+            out_verify_offsets_scratch=scratch,
+            out_write_offsets=write.write_offsets,
+            out_write_seed_slot_indices=write.write_seed_slot_indices,
+            out_verify_num_valid=verify.verify_num_valid,
+            out_verify_enable=verify.enable,
+            out_write_num_valid_reqs=write.write_num_valid_reqs,
+            verify_capacity=self.work.entries,
+            bs_block_size=self.work.bs,
+        )
+
+
+def cases() -> Iterator[Case]:
+    parts: tuple[Part, ...] = ("offsets + entries", "entries")
+    for work in _WORKS:
+        for part in parts:
+            yield _case(work, part)
+
+
+def _case(work: Work, part: Part) -> Case:
+    per_entry = 4 * 8 + 4 + (4 if work.has_tokens else 0) + (SECTOR if work.window else 0)
+    offsets = work.bs * (6 * 8 + SECTOR) if part == "offsets + entries" else 0
+    peer_us = (
+        published.PLAN.get((work.bs, work.prefix)) if part == "offsets + entries" and not work.has_tokens else None
+    )
+    table = 4 * (work.bs + 1) * (work.prefix + 1) * (2 if work.has_tokens else 1)
+    return Case(
+        name=f"{part}: {work.name}",
+        series=part,
+        work=work.entries,
+        moved_bytes=per_entry * work.entries + offsets,
+        memory_bytes=2 * VerifyPlan.allocation_bytes(work.entries) + table + 8 * _LUT_LEN + 64 * work.bs,
+        setup=lambda: PlanSetup(work, part),
+        parameters={"part": part, **dataclasses.asdict(work), "entries": work.entries},
+        is_quick=work in _QUICK,
+        published={} if peer_us is None else {"device_us": peer_us},
+    )

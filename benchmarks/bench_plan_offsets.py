@@ -1,80 +1,155 @@
-"""Offsets kernel: GPU time by graph replay and host time, over batch sizes. Output is checked against NumPy.
+"""The offsets plan of a decode batch: every request has a prefix of up to 4096 tokens and extends by one.
 
-Run from a checkout: `python -m benchmarks.bench_plan_offsets [--json FILE]`.
+Bytes moved a request: three int64 read, three written, and a sector of the page table for the seed.
 """
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import cupy
 import numpy as np
 
-from benchmarks.timing import environment, gpu_time, host_time, write_json
-from cupy_kvcanary import launch_plan_offsets_kernel
+from cupy_kvcanary import PLAN_BS_BLOCK_SIZE, BlockTable, PageList, launch_plan_offsets_kernel
 
-BATCH_SIZES = (1, 32, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 262144, 1048576)
-PEER_US = {1: 3.5, 32: 9.5, 256: 9.7, 1024: 10.7, 4096: 41.8}  # it refuses more than 4096
-BYTES_PER_REQUEST = 48  # three int64 read, three written; the table's scattered reads come on top
+from . import published
+from .case import SECTOR, Case, Launch, PeerLaunch, Prepared, Setup, on_device, prepared
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .batches import Table
+
+WORK = "requests"
+
+PAGE_SIZE = 16
+_MOST_ROWS = 65536
+_UNTOUCHED = -7777
 
 
-def make_arguments(bs: int, seed: int = 0) -> dict[str, Any]:
-    """A decode batch: every request has a prefix of up to 4096 tokens and extends by one."""
-    rng = np.random.default_rng(seed)
-    rows = min(bs, 65536) + 1
-    width = 4096 if bs <= 65536 else 64
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    bs: int
+    window: int = 0
+    table: Table = "slots"
+
+    @property
+    def rows(self) -> int:
+        """Of the page table; requests of a larger batch share them."""
+        return min(self.bs, _MOST_ROWS) + 1
+
+    @property
+    def width(self) -> int:
+        return 4096 if self.bs <= _MOST_ROWS else 64
+
+    @property
+    def lut_len(self) -> int:
+        return 2**22 if self.window else 0
+
+    @property
+    def memory_bytes(self) -> int:
+        table = 4 * self.rows * self.width // (1 if self.table == "slots" else PAGE_SIZE)
+        return table + 8 * self.lut_len + 6 * 8 * self.bs
+
+
+_SIZES = (1, 32, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 262144, 1048576)
+_QUICK_SIZES = (1, 256, 1024, 4096, 8192, 65536, 1048576)
+_OTHER_SIZES = (256, 4096, 1048576)
+_WORKS = (
+    *(Work(bs=bs) for bs in _SIZES),
+    *(Work(bs=bs, window=1024) for bs in _OTHER_SIZES),
+    *(Work(bs=bs, table="block table") for bs in _OTHER_SIZES),
+    *(Work(bs=bs, table="page list") for bs in _OTHER_SIZES),
+)
+_AIMS = {1: 2.0, 32: 2.0, 256: 2.0, 4096: 4.0, 1048576: 30.0}
+
+
+def make_arguments(work: Work) -> dict[str, Any]:
+    """Keyword arguments of the launcher, in host memory."""
+    rng = np.random.default_rng(0)
+    bs, rows, width = work.bs, work.rows, work.width
+    most = work.lut_len or 2**24
+    table: Any
+    if work.table == "slots":
+        table = rng.integers(1, most, (rows, width), dtype=np.int32)
+    else:
+        pages = rng.integers(1, most // PAGE_SIZE, (rows, width // PAGE_SIZE), dtype=np.int32)
+        table = _paged(work.table, pages)
     return {
         "req_pool_indices": rng.permutation(bs) % (rows - 1) + 1,
         "prefix_lens": rng.integers(1, width, bs),
         "extend_seq_lens": np.ones(bs, np.int64),
-        "req_to_token": rng.integers(1, 2**24, (rows, width), dtype=np.int32),
-        "full_to_swa_index_mapping": None,
-        "out_verify_offsets_scratch": np.full(bs + 1, -7777, np.int64),
-        "out_write_offsets": np.full(bs + 1, -7777, np.int64),
-        "out_write_seed_slot_indices": np.full(bs, -7777, np.int64),
-        "out_verify_num_valid": np.full(1, -7777, np.int32),
-        "out_verify_enable": np.full(1, -7777, np.int32),
-        "out_write_num_valid_reqs": np.full(1, -7777, np.int32),
-        "swa_window_size": 0,
+        "req_to_token": table,
+        "full_to_swa_index_mapping": rng.permutation(work.lut_len) if work.window else None,
+        # As long as the peer wants it.
+        "out_verify_offsets_scratch": np.full(max(bs, PLAN_BS_BLOCK_SIZE) + 1, _UNTOUCHED, np.int64),
+        "out_write_offsets": np.full(bs + 1, _UNTOUCHED, np.int64),
+        "out_write_seed_slot_indices": np.full(bs, _UNTOUCHED, np.int64),
+        "out_verify_num_valid": np.full(1, _UNTOUCHED, np.int32),
+        "out_verify_enable": np.full(1, _UNTOUCHED, np.int32),
+        "out_write_num_valid_reqs": np.full(1, _UNTOUCHED, np.int32),
+        "swa_window_size": work.window,
         "verify_capacity": 2**31 - 1,
         "bs_block_size": bs,
     }
 
 
-def on_gpu(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()}
+def _paged(table: Table, pages: np.ndarray[Any, Any]) -> Any:
+    if table == "block table":
+        return BlockTable(block_table=pages, page_size=PAGE_SIZE)
+    rows, of_a_row = pages.shape
+    return PageList(
+        indptr=np.arange(rows + 1) * of_a_row,
+        indices=pages.ravel(),
+        last_page_len=np.full(rows, PAGE_SIZE),
+        page_size=PAGE_SIZE,
+    )
 
 
-def bench(bs: int) -> dict[str, Any]:
-    expected = make_arguments(bs)
-    arguments = on_gpu(expected)
-    launch_plan_offsets_kernel(**expected)
-    gpu = gpu_time(lambda: launch_plan_offsets_kernel(**arguments))
-    for name, value in expected.items():
-        if name.startswith("out_"):
-            np.testing.assert_array_equal(cupy.asnumpy(arguments[name]), value, err_msg=name)
-    host = host_time(lambda: launch_plan_offsets_kernel(**arguments), calls=1000)
-    return {"bs": bs, "peer_us": PEER_US.get(bs), "gpu_us": asdict(gpu), "host_us": asdict(host)}
+def arguments_on(arguments: dict[str, Any], arrays: Any) -> dict[str, Any]:
+    """The arguments as arrays of NumPy or CuPy."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, (BlockTable, PageList)):
+            return type(value)(**{name: on_device(field, arrays) for name, field in vars(value).items()})
+        return on_device(value, arrays)
+
+    return {name: move(value) for name, value in arguments.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
-    result = {"environment": environment(), "rows": [bench(bs) for bs in BATCH_SIZES]}
-    write_json(arguments.json, result)
-    about = result["environment"]
-    print(f"{about['gpu']}, CuPy {about['cupy']}, NVRTC {about['nvrtc']}, {about['date']}")
-    print(f"empty kernel {about['empty_kernel_us']['median']:.2f} us, copy {about['copy_tb_per_s']:.2f} TB/s")
-    print(f"{'bs':>9} {'GPU us':>8} {'quartiles':>16} {'TB/s':>6} {'host us':>8}")
-    for row in result["rows"]:
-        gpu, host = row["gpu_us"], row["host_us"]
-        rate = BYTES_PER_REQUEST * row["bs"] / gpu["median"] / 1e6
-        spread = f"{gpu['low']:.2f} - {gpu['high']:.2f}"
-        print(f"{row['bs']:>9} {gpu['median']:>8.2f} {spread:>16} {rate:>6.2f} {host['median']:>8.1f}")
+class OffsetsSetup(Setup):
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.arguments = make_arguments(work)
+
+    def on(self, arrays: Any) -> Prepared:
+        arguments = arguments_on(self.arguments, arrays)
+        written = {name: array for name, array in arguments.items() if name.startswith("out_")}
+        launch = Launch(launch_plan_offsets_kernel, arguments)
+        if self.work.table != "slots":
+            return prepared([launch], written)
+        return prepared([launch], written, lambda: [PeerLaunch("launch_plan_offsets_kernel", arguments)])
 
 
-if __name__ == "__main__":
-    main()
+def cases() -> Iterator[Case]:
+    for work in _WORKS:
+        yield _case(work)
+
+
+def _case(work: Work) -> Case:
+    is_plain = work.table == "slots" and not work.window
+    series = f"window {work.window}" if work.window else work.table
+    aim = _AIMS.get(work.bs) if is_plain else None
+    peer_us = published.OFFSETS.get(work.bs) if is_plain else None
+    return Case(
+        name=f"{work.bs:,}" if is_plain else f"{work.bs:,}, {series}",
+        series=series,
+        work=work.bs,
+        moved_bytes=work.bs * (6 * 8 + SECTOR * (2 if work.window else 1)),
+        memory_bytes=work.memory_bytes,
+        setup=lambda: OffsetsSetup(work),
+        parameters={"bs": work.bs, "window": work.window, "table": work.table},
+        is_quick=is_plain and work.bs in _QUICK_SIZES,
+        aims={} if aim is None else {"device_us": aim},
+        published="refused" if work.bs > published.OFFSETS_MOST_REQUESTS else {"device_us": peer_us} if peer_us else {},
+    )

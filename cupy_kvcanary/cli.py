@@ -8,7 +8,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from . import doctor
+from .bench_command import add_bench_parser, run_bench
 from .catalogue import CATALOGUE, as_markdown, as_text, find_entry
+from .demo_command import add_demo_parser, run_demo
 from .errors import KvCanaryError, KvCanaryRuntimeError
 from .installation import __version__
 from .replay_command import add_replay_parser, run_replay
@@ -41,6 +43,12 @@ def _parser() -> argparse.ArgumentParser:
 
     add_replay_parser(commands)
     commands.choices["replay"].set_defaults(run=run_replay)
+
+    add_demo_parser(commands)
+    commands.choices["demo"].set_defaults(run=run_demo)
+
+    add_bench_parser(commands)
+    commands.choices["bench"].set_defaults(run=run_bench)
 
     examine = commands.add_parser("doctor", help="report GPU, driver, CuPy and NVRTC, and check the kernels")
     examine.set_defaults(run=_run_doctor)

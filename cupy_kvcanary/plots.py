@@ -12,9 +12,9 @@ from .catalogue import error
 if TYPE_CHECKING:
     from .replay_result import ReplaySeries, ReplaySummary
 
-_BLUE, _VIOLET, _RED = "#2166ac", "#6a51a3", "#c0392b"
-_LIVE, _CACHED, _FREE = "#238b6b", "#a6dbc3", "#f1f3f4"
-INK, _GRID = "#33373b", "#d9dde1"
+BLUE, VIOLET, RED = "#2166ac", "#6a51a3", "#c0392b"
+LIVE, CACHED, FREE = "#238b6b", "#a6dbc3", "#f1f3f4"
+INK, GRID = "#33373b", "#d9dde1"
 TITLE: Final[dict[str, Any]] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
 
 
@@ -41,33 +41,15 @@ def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: Repl
         style_panel(panel)
         panel.yaxis.set_major_formatter(EngFormatter(sep=""))
         panel.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    # Short replays in seconds.
-    unit, seconds = ("minutes", 60) if series.time_s[-1] > 180 else ("seconds", 1)
+    unit, seconds = clock(series)
     time = series.time_s / seconds
-
-    _draw_band(panels[0], time, series.batch_mean, series.batch_max, _BLUE)
-    panels[0].set_title("Batch size (requests)", **TITLE)
-    _draw_band(panels[1], time, series.entries_mean, series.entries_max, _VIOLET)
-    panels[1].axhline(summary.verify_capacity, color=_RED, linewidth=1.2, linestyle=(0, (5, 3)), label="capacity")
-    panels[1].set_title("Planned entries (slots to verify a step)", **TITLE)
-
-    free = summary.pool_slots - series.live_slots - series.cached_slots
-    panels[2].stackplot(
-        time,
-        series.live_slots,
-        series.cached_slots,
-        free,
-        labels=("live", "cached prefixes", "free"),
-        colors=(_LIVE, _CACHED, _FREE),
-        linewidth=0,
-    )
-    panels[2].set_title("Pool use (slots)", **TITLE)
-    panels[2].set_ylim(0, summary.pool_slots)
+    draw_batch(panels[0], time, series)
+    draw_entries(panels[1], time, series, summary.verify_capacity)
+    draw_pool_use(panels[2], time, series, summary.pool_slots)
     panels[2].set_xlabel(f"time on the engine's clock ({unit})")
     if time.size > 1:
         panels[2].set_xlim(time[0], time[-1])
     for panel in panels:
-        panel.set_ylim(bottom=0)
         # Beside the panel: inside, a legend hides data.
         panel.legend(loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, fontsize=9, labelcolor=INK)
 
@@ -76,15 +58,50 @@ def draw_replay(file: BinaryIO, title: str, summary: ReplaySummary, series: Repl
     figure.savefig(file, format="png")
 
 
+def clock(series: ReplaySeries) -> tuple[str, int]:
+    """Unit of a time axis, and seconds of it: short replays are drawn in seconds."""
+    return ("minutes", 60) if series.time_s[-1] > 180 else ("seconds", 1)
+
+
+def draw_batch(panel: Any, time: Any, series: ReplaySeries) -> None:
+    """Requests of the batch over time."""
+    _draw_band(panel, time, series.batch_mean, series.batch_max, BLUE)
+    panel.set_title("Batch size (requests)", **TITLE)
+    panel.set_ylim(bottom=0)
+
+
+def draw_entries(panel: Any, time: Any, series: ReplaySeries, capacity: int) -> None:
+    """Entries of the verify plan over time, below what it can hold."""
+    _draw_band(panel, time, series.entries_mean, series.entries_max, VIOLET)
+    panel.axhline(capacity, color=RED, linewidth=1.2, linestyle=(0, (5, 3)), label="capacity")
+    panel.set_title("Planned entries (slots to verify a step)", **TITLE)
+    panel.set_ylim(bottom=0)
+
+
+def draw_pool_use(panel: Any, time: Any, series: ReplaySeries, slots: int) -> None:
+    """What the pool's slots are used for over time."""
+    panel.stackplot(
+        time,
+        series.live_slots,
+        series.cached_slots,
+        slots - series.live_slots - series.cached_slots,
+        labels=("live", "cached prefixes", "free"),
+        colors=(LIVE, CACHED, FREE),
+        linewidth=0,
+    )
+    panel.set_title("Pool use (slots)", **TITLE)
+    panel.set_ylim(0, slots)
+
+
 def style_panel(panel: Any) -> None:
     """Light grid, no frame."""
     panel.set_axisbelow(True)
-    panel.grid(color=_GRID, linewidth=0.6)
+    panel.grid(color=GRID, linewidth=0.6)
     panel.tick_params(colors=INK, length=0, labelsize=9)
     panel.xaxis.label.set_color(INK)
     for side in ("top", "right", "left"):
         panel.spines[side].set_visible(False)
-    panel.spines["bottom"].set_color(_GRID)
+    panel.spines["bottom"].set_color(GRID)
 
 
 def _draw_band(panel: Any, time: Any, mean: Any, most: Any, color: str) -> None:

@@ -53,7 +53,7 @@ class Result:
     """The last line that says how it ended."""
 
 
-def steps(skipped: Sequence[str], out: Path) -> Iterator[Step]:
+def steps(skipped: Sequence[str], out: Path, *, is_quick: bool) -> Iterator[Step]:
     python = sys.executable
     if "tests" not in skipped:
         yield Step("tests", [python, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"])
@@ -63,8 +63,8 @@ def steps(skipped: Sequence[str], out: Path) -> Iterator[Step]:
             yield Step(tool, [*sanitizer, python, "-c", WITHOUT_POOL, *SANITIZED_TESTS], says_no_errors)
     if "benchmarks" not in skipped:
         for path in sorted(ROOT.glob("benchmarks/bench_*.py")):
-            command = [python, "-m", f"benchmarks.{path.stem}", "--json", str(out / f"{path.stem}.json")]
-            yield Step(path.stem, command)
+            bench = [python, "-m", "cupy_kvcanary", "bench", path.stem.removeprefix("bench_"), "--device", "cuda"]
+            yield Step(path.stem, [*bench, "--json", str(out), "--plot", str(out), *(["--quick"] if is_quick else [])])
 
 
 def find_sanitizer() -> str:
@@ -118,13 +118,14 @@ def summary_of(log: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skip", nargs="+", choices=PARTS, default=[], help="parts to leave out")
+    parser.add_argument("--quick", action="store_true", help="only the quick cases of the benchmarks")
     parser.add_argument("--seconds", type=int, default=300, help="after which a step is stopped (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the logs, the benchmarks' JSON and results.json")
     options = parser.parse_args()
     out = (options.out or Path(tempfile.mkdtemp(prefix="gpu_check-"))).resolve()
     out.mkdir(parents=True, exist_ok=True)
     results = []
-    for step in steps(options.skip, out):
+    for step in steps(options.skip, out, is_quick=options.quick):
         print(f"{step.name} ...", flush=True)
         results.append(run(step, out, options.seconds))
         # After each step, so that the run may be stopped at any time.

@@ -1,26 +1,34 @@
 """Writes the measured tables into README.md and docs/performance.md: `python -m tools.tables`.
 
-The figures come from benchmarks/results/ (the benchmarks' own JSON), so a document never says what was not measured.
+The figures come from benchmarks/results/ (the JSON of `kvcanary bench`): a document never says what was not measured.
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import bench_scale, published, report
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from benchmarks.runner import Row
+    from benchmarks.timing import Time
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 
+NOT_MEASURED = "Not measured yet."
 
-def load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"bench_{name}.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+def load(name: str) -> tuple[dict[str, Any], list[Row]]:
+    """Environment and rows; no rows where the benchmark was not run."""
+    path = RESULTS / f"{name}.json"
+    return report.read_json(path.read_text(encoding="utf-8")) if path.is_file() else ({}, [])
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -28,140 +36,97 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def us(time: dict[str, float] | float | None) -> str:
-    if time is None:
-        return "-"
-    return f"{time if isinstance(time, (int, float)) else time['median']:.1f}"
-
-
-def ratio(peer: float | None, ours: dict[str, float]) -> str:
-    return "-" if peer is None else f"{peer / ours['median']:.1f} x"
-
-
 def environment() -> str:
-    about = load("plan_offsets")["environment"]
-    return (
-        f"{about['gpu']}, CUDA driver {about['driver_cuda'] // 1000}.{about['driver_cuda'] % 1000 // 10}, "
-        f"CuPy {about['cupy']}, NVRTC {about['nvrtc']}, {about['date']}. An empty kernel takes "
-        f"{about['empty_kernel_us']['median']:.2f} us, a copy moves {about['copy_tb_per_s']:.1f} TB/s."
-    )
+    about, _ = load("plan_offsets")
+    return report.about(about)
 
 
-def offsets() -> str:
-    rows = load("plan_offsets")["rows"]
+def measured(name: str, what: str) -> str:
+    """All rows of a benchmark, as `kvcanary bench` prints them; `what` heads their names."""
+    _, rows = load(name)
+    if not rows:
+        return NOT_MEASURED
+    head, lines = report.table(rows)
+    return markdown([what, *head[1:]], lines)
+
+
+def by_part(name: str, parts: Sequence[str]) -> str:
+    """One line for each work, with the time of each part of it; shares, aims and the peer are of the first part."""
+    _, rows = load(name)
+    works: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        part, work = row.name.split(": ", maxsplit=1)
+        works.setdefault(work, {})[part] = row
+    if not works:
+        return NOT_MEASURED
+    lines = []
+    for work, of_part in works.items():
+        whole = of_part[parts[0]]
+        aims = [f"{of_part[part].aims['device_us']:g}" for part in parts if part in of_part and of_part[part].aims]
+        lines.append(
+            [
+                work,
+                *(report.us(_median(of_part[part].device_us)) if part in of_part else "-" for part in parts),
+                report.share(whole),
+                " / ".join(aims) or "-",
+                report.peer_us(whole),
+                f"{whole.ratio:.1f} x" if whole.ratio else "-",
+            ]
+        )
     return markdown(
-        ["requests", "us", "quartiles", "peer us", "ratio"],
-        [
-            (
-                f"{row['bs']:,}",
-                f"{row['gpu_us']['median']:.2f}",
-                f"{row['gpu_us']['low']:.2f} - {row['gpu_us']['high']:.2f}",
-                us(row["peer_us"]) if row["bs"] <= 4096 else "refused",
-                ratio(row["peer_us"], row["gpu_us"]),
-            )
-            for row in rows
-        ],
+        ["requests x prefix", *(f"{part} us" for part in parts), "of copy", "aim us", "peer us", "ratio"], lines
     )
 
 
-def _sources(row: dict[str, Any]) -> str:
-    return f"{row['num_sources']} x {row['read_bytes']} bytes" if row["num_sources"] else "none"
+def _median(time: Time | None) -> float | None:
+    return None if time is None else time.median
 
 
-def verify() -> str:
-    return markdown(
-        ["requests x prefix", "chain", "buffers", "real KV", "plan + verify us", "verify alone us", "peer us", "ratio"],
-        [
-            (
-                f"{row['bs']} x {row['prefix']}",
-                row["chain"],
-                str(row["num_buffers"]),
-                _sources(row),
-                us(row["gpu_us"]),
-                us(row["verify_batch_us"]),
-                us(row["peer_us"]),
-                ratio(row["peer_us"], row["gpu_us"]),
-            )
-            for row in load("verify")["rows"]
-        ],
-    )
-
-
-def write() -> str:
-    return markdown(
-        ["requests x extend", "chain", "buffers", "real KV sources", "us", "peer us", "ratio"],
-        [
-            (
-                f"{row['num_requests']} x {row['extend']}" + (" + 1 x 4096" if row["num_long"] else ""),
-                row["chain"],
-                str(row["num_buffers"]),
-                str(row["num_sources"] or "none"),
-                us(row["gpu_us"]),
-                us(row["peer_us"]),
-                ratio(row["peer_us"], row["gpu_us"]),
-            )
-            for row in load("write")["rows"]
-        ],
-    )
-
-
-def plan() -> str:
-    return markdown(
-        ["requests x prefix", "offsets + entries us", "entries alone us", "peer us", "ratio"],
-        [
-            (
-                f"{row['bs']} x {row['prefix_len']}",
-                us(row["gpu_us"]),
-                us(row["entries_gpu_us"]),
-                us(row["peer_gpu_us"]),
-                ratio(row["peer_gpu_us"], row["gpu_us"]),
-            )
-            for row in load("plan_entries")["rows"]
-        ],
-    )
-
-
-def host() -> str:
-    return markdown(
-        ["host time of a call", "us", "aim"],
-        [(row["what"], us(row["host_us"]), us(row["aim_us"])) for row in load("host")["rows"]],
-    )
+def scale() -> str:
+    about, rows = load("scale")
+    if not rows:
+        return NOT_MEASURED
+    times = {row.name: row.device_us.median for row in rows if row.device_us is not None}
+    return markdown(*bench_scale.model_table(times, about))
 
 
 def peer() -> str:
-    """The README's short comparison."""
-
-    def row_of(name: str, **wanted: Any) -> dict[str, Any]:
-        rows = load(name)["rows"]
-        return next(row for row in rows if all(row.get(key) == value for key, value in wanted.items()))
-
-    plain = {"chain": "splitmix64", "num_buffers": 1, "num_sources": 0}
-    checked = row_of("host", what="offsets, torch, checked")["host_us"]
-    lines = [
-        ("offsets, 256 requests", "9.7 us", row_of("plan_offsets", bs=256)["gpu_us"]),
-        ("offsets, 4096 requests", "41.8 us", row_of("plan_offsets", bs=4096)["gpu_us"]),
-        ("offsets, 1,048,576 requests", "refused", row_of("plan_offsets", bs=1048576)["gpu_us"]),
-        ("plan + verify, 256 x 4096 tokens", "79.7 us", row_of("verify", bs=256, prefix=4096, **plain)["gpu_us"]),
-        ("write, 1 x 4096 tokens", "1055 us", row_of("write", num_requests=1, extend=4096, **plain)["gpu_us"]),
-        (
-            "the same, parallel chain",
-            "-",
-            row_of("write", num_requests=1, extend=4096, **plain | {"chain": "affine"})["gpu_us"],
-        ),
-        ("host time of a checked offsets call on torch tensors", "39 - 65 us", checked),
-    ]
-    return markdown(
-        ["", "sglang's kv-canary", "cupy_kvcanary"], [(what, his, f"{us(ours)} us") for what, his, ours in lines]
-    )
+    """The README's short comparison: device times by benchmark and case, and one host time."""
+    lines = []
+    for what, name, case in (
+        ("offsets, 256 requests", "plan_offsets", "256"),
+        ("offsets, 4096 requests", "plan_offsets", "4,096"),
+        ("offsets, 1,048,576 requests", "plan_offsets", "1,048,576"),
+        ("plan + verify, 256 x 4096 tokens", "verify", "plan + verify: 256 x 4096, splitmix64"),
+        ("write, 1 x 4096 tokens", "write", "1 x 4096, prefill, splitmix64"),
+        ("the same, parallel chain", "write", "1 x 4096, prefill, affine"),
+        ("a decode step, 256 x 4096 tokens, four buffers", "step", "256 x 4096, splitmix64, 4 buffers"),
+        ("the same, parallel chain", "step", "256 x 4096, affine, 4 buffers"),
+    ):
+        for row in load(name)[1]:
+            if row.name == case:
+                his = report.peer_us(row)
+                unit = " us" if his[-1:].isdigit() else ""
+                lines.append((what, f"{his}{unit}", f"{report.us(_median(row.device_us))} us"))
+    for row in load("host")[1]:
+        if row.name == "offsets, torch":
+            least, most = published.OFFSETS_HOST_US
+            what = "host time of a checked offsets call on torch tensors"
+            lines.append((what, f"{least} - {most} us", f"{report.us(_median(row.host_us))} us"))
+    return markdown(["", "sglang's kv-canary", "cupy_kvcanary"], lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "environment": environment,
-    "offsets": offsets,
-    "verify": verify,
-    "write": write,
-    "plan": plan,
-    "host": host,
+    "offsets": lambda: measured("plan_offsets", "requests"),
+    "plan": lambda: by_part("plan_entries", ("offsets + entries", "entries")),
+    "verify": lambda: by_part("verify", ("plan + verify", "verify", "verify entries")),
+    "write": lambda: measured("write", "requests x tokens"),
+    "scatter": lambda: measured("scatter", "requests x longest"),
+    "move": lambda: measured("move", "records"),
+    "step": lambda: measured("step", "requests x prefix"),
+    "host": lambda: measured("host", "call"),
+    "scale": scale,
     "peer": peer,
 }
 

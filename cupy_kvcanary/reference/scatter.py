@@ -24,15 +24,17 @@ def scatter(
 ) -> None:
     """Same arguments, results and bytes as the kernel. Arguments were checked by the launcher."""
     num_rows, max_context_len = pool_out.shape
-    is_skipped = False
-    for r, row in enumerate(req_pool_indices.tolist()):
-        start, end = offsets[r : r + 2].tolist()
-        if not 0 <= row < num_rows or end < start:
-            is_skipped = True
-            continue
-        end = min(end, start + max_context_len)
-        first, last = (min(max(bound, 0), len(flat_in)) for bound in (start, end))
-        is_skipped |= last - first < end - start
-        pool_out[row, first - start : last - start] = flat_in[first:last].astype(np.int32)
-    if out_status is not None and is_skipped:
+    starts, ends, rows = offsets[:-1], offsets[1:], req_pool_indices
+    is_valid = (rows >= 0) & (rows < num_rows) & (ends >= starts)
+    starts, ends, rows = starts[is_valid], ends[is_valid], rows[is_valid]
+    # The difference of hostile offsets may need all 64 bits.
+    wanted = np.minimum(ends.view(np.uint64) - starts.view(np.uint64), np.uint64(max_context_len)).view(np.int64)
+    firsts, lasts = (np.clip(bounds, 0, len(flat_in)) for bounds in (starts, starts + wanted))
+    lens = lasts - firsts
+    if out_status is not None and not (is_valid.all() and (lens == wanted).all()):
         out_status[0] |= StatusBit.SCATTER_OUT_OF_RANGE
+
+    # The tokens of one request after another.
+    before = np.cumsum(lens) - lens
+    tokens = np.repeat(firsts - before, lens) + np.arange(lens.sum())
+    pool_out[np.repeat(rows, lens), tokens - np.repeat(starts, lens)] = flat_in[tokens].astype(np.int32)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = ("pyproject.toml", "README.md", "LICENSE", "cupy_kvcanary", "kernels")
+SHIPPED = ("pyproject.toml", "README.md", "LICENSE", "benchmarks", "cupy_kvcanary", "kernels")
 BUILD = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]
 
 
@@ -22,7 +22,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in SHIPPED:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", ".*", "results"))
         else:
             shutil.copy(source, copy / name)
     return copy
@@ -41,7 +41,7 @@ def test_wheel_equals_tree(tree: Path, wheel: Path) -> None:
     expected = {}
     for path in tree.rglob("*"):
         relative = path.relative_to(tree)
-        if path.is_file() and relative.parts[0] == "kernels":
+        if path.is_file() and relative.parts[0] in ("benchmarks", "kernels"):
             expected[f"cupy_kvcanary/{relative.as_posix()}"] = path.read_bytes()
         elif path.is_file() and relative.parts[0] == "cupy_kvcanary":
             expected[relative.as_posix()] = path.read_bytes()
@@ -67,3 +67,17 @@ def test_installed_elsewhere_it_finds_its_sources_and_plans(wheel: Path, tmp_pat
         text=True,
     )
     assert "verify_entries=5, write_entries=5" in done.stdout
+
+
+def test_installed_elsewhere_it_finds_its_benchmarks(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", site, wheel]
+    subprocess.run(install, check=True)
+    code = (
+        f"import sys; sys.path.insert(0, {str(site)!r})\n"
+        "from cupy_kvcanary import bench_command, cli\n"
+        f"assert bench_command.load_suite()('runner').__file__.startswith({str(site)!r})\n"
+        "sys.exit(cli.main(['bench', 'scatter', '--quick', '--device', 'cpu']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert "32 x 1024" in done.stdout

@@ -69,6 +69,7 @@ LAYERS = [
         "replay_canary",
         "replay_device",
         "replay_result",
+        "report_charts",
         "report_html",
         "report_text",
         "reports",
