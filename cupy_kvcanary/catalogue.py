@@ -645,7 +645,7 @@ _ENTRIES = (
     CatalogueEntry(
         slug="kv-canary-matplotlib-must-be-installed",
         message="matplotlib must be installed to draw a plot, got {got}",
-        trigger="--plot was given but `import matplotlib` fails.",
+        trigger="--plot or --report was given but `import matplotlib` fails.",
         cause="The package was installed without the extra for plots.",
         fix="pip install 'cupy-kvcanary[plot]'",
         prevention="Name the extra in the requirements.",

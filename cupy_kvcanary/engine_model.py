@@ -177,6 +177,13 @@ class EngineModel:
         left: NDArray[np.int64] = self._goal_of_row[rows] - np.maximum(self._kv_lens[rows] + 1, prefill_lens)
         return left
 
+    def page_owners(self) -> NDArray[np.int32]:
+        """int32[pages]: row of a running request that has each page, of one of them where several do; -1: none."""
+        owners = np.full(self.pool.num_pages + 1, -1, np.int32)
+        for row in self._running[: self._num_running].tolist():
+            owners[self._pages_of(row, 0, int(self._num_pages[row]))] = row
+        return owners
+
     def _slots_of(self, pages: list[NDArray[np.int64]]) -> NDArray[np.int64]:
         first_slots = np.concatenate([np.zeros(0, np.int64), *pages]) * self.config.page_size
         return (first_slots[:, None] + self._within).reshape(-1)

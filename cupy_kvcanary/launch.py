@@ -209,16 +209,22 @@ class PreparedLaunches:
         self._current_device = cupy.cuda.runtime.getDevice
         # Behind a capsule is memory that its library may use for something else as soon as the capsule is gone.
         self._is_borrowed = any(view.capsule is not None for view in views)
+        self._needs_no_order = not self._is_borrowed and not self.streams.are_several
 
     def launch(self, stream: Any) -> None:
         """Launch all on `stream`, None for the current stream of the arrays' library."""
         if self._current_device() != self._device:
             with self._cupy.cuda.Device(self._device):
-                self._launch_here(stream)
+                self._launch_in_order(stream)
+        elif self._needs_no_order or (type(stream) is int and not self._is_borrowed):
+            handle = self.streams.handle(stream)
+            for launch in self.launches:
+                launch.launch(handle)
         else:
-            self._launch_here(stream)
+            self._launch_in_order(stream)
 
-    def _launch_here(self, stream: Any) -> None:
+    def _launch_in_order(self, stream: Any) -> None:
+        """With what other libraries were given before and are given after."""
         handle = self.streams.handle(stream)
         others = self.streams.others(stream, handle) if self.streams.are_several else ()
         if others:

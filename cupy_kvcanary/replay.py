@@ -281,7 +281,8 @@ class _Run:
         summary, series = self._summary(wall_s, interrupted), self._series()
         if self._canary is None:
             return ReplayResult(summary, series)
-        return ReplayResult(summary, series, self._canary.outcomes, tuple(self._canary.reports))
+        canary = self._canary
+        return ReplayResult(summary, series, canary.outcomes, tuple(canary.reports), canary.page_owners)
 
     def _summary(self, wall_s: float, interrupted: bool) -> ReplaySummary:
         engine, records = self._engine, self._records[: self.num_steps]

@@ -20,6 +20,8 @@ from .traces import BLOCK_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from numpy.typing import NDArray
+
     from .engine_model import EngineModel, Step
     from .faults import Injection
     from .injections import FaultOutcome
@@ -147,6 +149,8 @@ class ReplayCanary:
         self._times_us: list[float] = []
         self.reports: list[Report] = []
         """The first reports, up to `KEPT_REPORTS`."""
+        self.page_owners: dict[int, NDArray[np.int32]] = {}
+        """Of each step with an injection."""
 
     @property
     def outcomes(self) -> tuple[FaultOutcome, ...]:
@@ -248,6 +252,7 @@ class ReplayCanary:
         if injection is None:
             return
         self._requests_of_damage = {row: self._request_of(row) for row in injection.rows}
+        self.page_owners[injection.step] = self._engine.page_owners()
         if self._on_event is not None:
             self._on_event(injection)
 

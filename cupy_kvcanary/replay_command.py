@@ -112,7 +112,7 @@ def run_replay(args: argparse.Namespace) -> int:
 
     with _progress_bar(len(requests)) as on_step, canary_log_is_ours():
         result = replay(requests, options, on_step=on_step, on_event=Events(sys.stderr))
-    summary, series, outcomes, _ = result
+    summary, series, outcomes, *_ = result
     print(summary_table(summary))
     if outcomes:
         print(f"\n{outcome_table(outcomes)}")
@@ -213,7 +213,7 @@ def _as_json(trace: str | None, options: ReplayOptions, result: ReplayResult) ->
             return asdict(value)
         return value._asdict() if hasattr(value, "_asdict") else value
 
-    summary, series, outcomes, _ = result
+    summary, series, outcomes, *_ = result
     numbers = {
         "trace": trace,
         "options": asdict(options),

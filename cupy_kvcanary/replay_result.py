@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -89,6 +92,8 @@ class ReplayResult(NamedTuple):
     """What became of each fault that was to be injected."""
     reports: tuple[Report, ...] = ()
     """The canary's first reports, up to `KEPT_REPORTS`."""
+    page_owners: Mapping[int, NDArray[np.int32]] = MappingProxyType({})
+    """Of each step with an injection: the row that has each page, -1 where none has it."""
 
     @property
     def is_good(self) -> bool:

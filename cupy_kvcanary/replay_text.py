@@ -58,11 +58,18 @@ class Events:
 
 def summary_table(summary: ReplaySummary) -> str:
     """Two aligned columns."""
+    rows = summary_rows(summary)
+    width = max(len(name) for name in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def summary_rows(summary: ReplaySummary) -> dict[str, str]:
+    """Names and values, in words."""
 
     def spread(values: tuple[int, ...]) -> str:
         return "  ".join(f"{name} {value:,}" for name, value in zip(("p50", "p90", "p99", "max"), values, strict=True))
 
-    rows = {
+    return {
         "device": summary.device,
         "steps": f"{summary.steps:,}",
         "requests finished": f"{summary.finished:,} of {summary.requests:,}",
@@ -80,8 +87,6 @@ def summary_table(summary: ReplaySummary) -> str:
         "differences": "not checked (--check)" if summary.differences is None else f"{summary.differences:,}",
         **_canary_rows(summary.canary),
     }
-    width = max(len(name) for name in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def _canary_rows(canary: CanarySummary | None) -> dict[str, str]:
@@ -107,7 +112,16 @@ def _mebibytes(count: int) -> str:
 
 def outcome_table(outcomes: Sequence[FaultOutcome]) -> str:
     """A line for each fault: injected, found, after how many steps, violations and their reasons."""
-    lines = [("fault", "injected at", "found at", "after", "violations", "reasons")]
+    lines = outcome_rows(outcomes)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def outcome_rows(outcomes: Sequence[FaultOutcome]) -> list[tuple[str, ...]]:
+    """The cells of `outcome_table`, names of the columns first."""
+    lines: list[tuple[str, ...]] = [("fault", "injected at", "found at", "after", "violations", "reasons")]
     for outcome in outcomes:
         injected = "no target" if outcome.injection is None else f"step {outcome.injection.step:,}"
         if outcome.delay is None:
@@ -117,7 +131,4 @@ def outcome_table(outcomes: Sequence[FaultOutcome]) -> str:
         reasons = ", ".join(name.removeprefix("VERIFY_").lower() for name in reason_names(outcome.reasons))
         count = f"{outcome.violations:,}" if outcome.injection is not None else ""
         lines.append((outcome.fault, injected, found, after, count, reasons))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return lines
