@@ -59,18 +59,15 @@ VERIFY_BLOCKS: Final = 3
 """Blocks on a multiprocessor that the compiler makes room for."""
 VERIFY_PLAIN_BLOCKS: Final = 4
 """Likewise, for plain batches."""
-VERIFY_KV_BLOCKS: Final = 2
-"""Likewise, for plain batches with real KV."""
 
 # Launch geometry of the write kernels; measured (docs/performance.md).
 WRITE_THREADS: Final = 128
 WRITE_BLOCKS: Final = 8
 """Blocks on a multiprocessor that the compiler makes room for."""
 WRITE_WALK_THREADS: Final = 128
-WRITE_SCAN_THREADS: Final = 256
-"""Also the entries of a tile."""
-WRITE_SCAN_BLOCKS: Final = 2
-"""Blocks on a multiprocessor that the compiler makes room for."""
+WRITE_SCAN_THREADS: Final = 512
+WRITE_SCAN_ITEMS: Final = 4
+"""Entries of a thread at a time."""
 
 # Launch geometry of the offsets kernels, in threads a block; measured (docs/performance.md).
 PLAN_OFFSETS_SINGLE_THREADS: Final = 512

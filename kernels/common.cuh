@@ -145,44 +145,6 @@ struct RealKvSource {
   i64 page_size;
   i64 num_bytes_per_token;
   i64 num_hashed_bytes;  // of a slot, a multiple of 16
-
-  __device__ __forceinline__ const unsigned char* bytes(i64 slot) const {
-    if (page_size == 1) return tensor + slot * row_stride;  // without the division
-    const unsigned row = static_cast<unsigned>(slot) / static_cast<unsigned>(page_size);
-    const i64 token_in_row = slot - static_cast<i64>(row) * page_size;
-    return tensor + static_cast<i64>(row) * row_stride + token_in_row * num_bytes_per_token;
-  }
-
-  __device__ __forceinline__ u64 hash(const unsigned char* bytes) const {
-    u64 source_hash = 0;
-#pragma unroll 4
-    for (i64 offset = 0; offset < num_hashed_bytes; offset += 16) {
-      const ulonglong2 words = *reinterpret_cast<const ulonglong2*>(bytes + offset);
-      source_hash = splitmix64(splitmix64(source_hash ^ words.x) ^ words.y);
-    }
-    return source_hash;
-  }
-
-  // The same, with 128 bytes on their way before the first is needed: for kernels that have the registers.
-  __device__ __forceinline__ u64 hash_ahead(const unsigned char* bytes) const {
-    constexpr int kParts = 8;
-    u64 hash = 0;
-#pragma unroll 1
-    for (i64 first = 0; first < num_hashed_bytes; first += 16 * kParts) {
-      ulonglong2 parts[kParts];
-#pragma unroll
-      for (int k = 0; k < kParts; ++k) {
-        const i64 part = first + 16 * k;
-        if (part < num_hashed_bytes) parts[k] = *reinterpret_cast<const ulonglong2*>(bytes + part);
-      }
-#pragma unroll
-      for (int k = 0; k < kParts; ++k) {
-        if (first + 16 * k >= num_hashed_bytes) break;
-        hash = splitmix64(splitmix64(hash ^ parts[k].x) ^ parts[k].y);
-      }
-    }
-    return hash;
-  }
 };
 
 // One canary buffer with what it checks against and where it reports.
@@ -243,13 +205,21 @@ struct CanaryBuffer {
   }
 
   // Hash of the slot's KV bytes, source by source; 0 without sources.
-  template <bool kIsAhead = false>
   __device__ __forceinline__ u64 hash_real_kv(i64 slot) const {
     u64 hash = 0;
     for (i64 s = 0; s < num_real_kv_sources; ++s) {
       const RealKvSource& source = real_kv_sources[s];
-      const unsigned char* bytes = source.bytes(slot);
-      hash = splitmix64(hash ^ (kIsAhead ? source.hash_ahead(bytes) : source.hash(bytes)));
+      const unsigned row = static_cast<unsigned>(slot) / static_cast<unsigned>(source.page_size);
+      const i64 token_in_row = slot - static_cast<i64>(row) * source.page_size;
+      const unsigned char* bytes =
+          source.tensor + static_cast<i64>(row) * source.row_stride + token_in_row * source.num_bytes_per_token;
+      u64 source_hash = 0;
+#pragma unroll 4
+      for (i64 offset = 0; offset < source.num_hashed_bytes; offset += 16) {
+        const ulonglong2 words = *reinterpret_cast<const ulonglong2*>(bytes + offset);
+        source_hash = splitmix64(splitmix64(source_hash ^ words.x) ^ words.y);
+      }
+      hash = splitmix64(hash ^ source_hash);
     }
     return hash;
   }

@@ -82,7 +82,7 @@ __device__ __forceinline__ bool examine(const CanaryBuffer& buffer, const Verify
 
 // Hands each warp a run of consecutive entries of the block's buffer, and counts. A walk gives the entries to all lanes,
 // in ascending order. It begins one entry before the run, so that the run's first entry has its predecessor beside it.
-// In a walk with kIsPlain there are no tokens to be checked, and records have 16-byte parts.
+// In a walk with kIsPlain nothing but chain and position is to be checked: no real KV, no tokens, records of 16-byte parts.
 template <typename Chain, typename Walk>
 __device__ __forceinline__ void verify_entries(const CanaryBuffer& buffer, const VerifyOptions& options,
                                                const int* enable, int num_entries, Walk& walk) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void verify_entries(const CanaryBuffer& buffer, const
         records[k] = {0, 0, 0, 0};
         real_kv_hashes[k] = 0;
         if (is_read[k]) records[k] = Walk::kIsPlain ? buffer.load_aligned(slot) : buffer.load(slot);
-        if (is_read[k] && Walk::kHasRealKv) real_kv_hashes[k] = buffer.hash_real_kv<Walk::kIsPlain>(slot);
+        if (is_read[k] && !Walk::kIsPlain) real_kv_hashes[k] = buffer.hash_real_kv(slot);
       }
 #pragma unroll
       for (int k = 0; k < kRows; ++k) {
@@ -162,10 +162,7 @@ __device__ __forceinline__ void verify_entries(const CanaryBuffer& buffer, const
 }
 
 __device__ __forceinline__ int entries_to_check(const int* enable, const int* num_valid, i64 capacity) {
-  // Neither load waits for the other.
-  const int is_enabled = __ldg(enable);
-  const int num_entries = static_cast<int>(clamp(__ldg(num_valid), 0, capacity));
-  return is_enabled == 0 ? 0 : num_entries;
+  return __ldg(enable) == 0 ? 0 : static_cast<int>(clamp(__ldg(num_valid), 0, capacity));
 }
 
 // ---- materialised entries -------------------------------------------------------------------------------------
@@ -185,7 +182,6 @@ struct VerifyArgs {
 // The entries as they stand in the arrays.
 struct PlanWalk {
   static constexpr bool kIsPlain = false;
-  static constexpr bool kHasRealKv = true;
   const VerifyArgs& args;
 
   __device__ __forceinline__ void start(i64) {}
@@ -253,10 +249,9 @@ struct VerifyBatchArgs {
 
 // The entries of a batch as its page table implies them. A plain batch, the common one, has a table of int32 slots,
 // no mapping and no expected tokens; without the branches for those, an entry costs half the instructions.
-template <bool kIsPlainBatch, bool kHasKv>
+template <bool kIsPlainBatch>
 struct BatchWalk {
   static constexpr bool kIsPlain = kIsPlainBatch;
-  static constexpr bool kHasRealKv = kHasKv;
   const VerifyBatchArgs& args;
   int bs;
   int status;
@@ -334,12 +329,12 @@ struct BatchWalk {
   }
 };
 
-template <typename Chain, bool kIsPlain, bool kHasRealKv>
+template <typename Chain, bool kIsPlain>
 __device__ __forceinline__ void verify_batch(const VerifyBatchArgs& args) {
   const int bs = static_cast<int>(batch_size(args.bs, args.bs_on_device));
   const int num_entries =
       bs == 0 ? 0 : entries_to_check(args.verify_enable, args.verify_num_valid, args.verify_capacity);
-  BatchWalk<kIsPlain, kHasRealKv> walk = {args, bs, 0, 0, 0, {0, 0, 0, false}, 0, nullptr};
+  BatchWalk<kIsPlain> walk = {args, bs, 0, 0, 0, {0, 0, 0, false}, 0, nullptr};
   verify_entries<Chain>(args.buffers[blockIdx.x % static_cast<unsigned>(args.options.num_buffers)], args.options,
                         args.verify_enable, num_entries, walk);
   report_status(args.out_status, walk.status);
@@ -347,30 +342,20 @@ __device__ __forceinline__ void verify_batch(const VerifyBatchArgs& args) {
 
 extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
     kvc_verify_batch(const __grid_constant__ VerifyBatchArgs args) {
-  verify_batch<SplitMixChain, false, true>(args);
+  verify_batch<SplitMixChain, false>(args);
 }
 
 extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
     kvc_verify_batch_affine(const __grid_constant__ VerifyBatchArgs args) {
-  verify_batch<AffineChain, false, true>(args);
+  verify_batch<AffineChain, false>(args);
 }
 
 extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyPlainBlocks)
     kvc_verify_batch_plain(const __grid_constant__ VerifyBatchArgs args) {
-  verify_batch<SplitMixChain, true, false>(args);
+  verify_batch<SplitMixChain, true>(args);
 }
 
 extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyPlainBlocks)
     kvc_verify_batch_plain_affine(const __grid_constant__ VerifyBatchArgs args) {
-  verify_batch<AffineChain, true, false>(args);
-}
-
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyKvBlocks)
-    kvc_verify_batch_kv(const __grid_constant__ VerifyBatchArgs args) {
-  verify_batch<SplitMixChain, true, true>(args);
-}
-
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyKvBlocks)
-    kvc_verify_batch_kv_affine(const __grid_constant__ VerifyBatchArgs args) {
-  verify_batch<AffineChain, true, true>(args);
+  verify_batch<AffineChain, true>(args);
 }

@@ -20,7 +20,6 @@ struct WriteArgs {
   i64 lut_len;
   i64 padding_slot;  // -1: there is none
   i64 num_buffers;
-  i64 blocks_per_request;
   CanaryBuffer buffers[kMaxBuffers];
 };
 
@@ -439,198 +438,136 @@ extern "C" __global__ void __launch_bounds__(kWriteWalkThreads)
   if (lane == 0 && !is_of_walker) count(buffer.slot_run_counter, num_stored);
 }
 
-// ---- the affine chain by several blocks, an entry a thread ------------------------------------------------------
+// ---- the affine chain within a block, several entries a thread -------------------------------------------------
 
-constexpr int kTile = kWriteScanThreads;
+constexpr int kScanChunk = kWriteScanThreads * kWriteScanItems;
 constexpr int kScanWarps = kWriteScanThreads / kWarpSize;
 
-// The last entry of each slot of a tile: linear probing, a place for each slot. Entries are known by their index in
-// the tile + 1; 0 is an empty place.
+// The last entry of each slot of a chunk: linear probing, a place for each slot. Entries are known by their index in
+// the chunk + 1; 0 is an empty place.
 struct SlotTable {
-  static constexpr unsigned kSize = 2 * kTile;
+  static constexpr unsigned kSize = 2 * kScanChunk;
   const unsigned* slots;  // of the entries
   unsigned* last_entries;
-  unsigned* is_taken_later;  // not 0: an entry behind the tile has the slot
 
   static __device__ __forceinline__ unsigned first_place(unsigned slot) {
     return static_cast<unsigned>(static_cast<u64>(slot * 0x9E3779B1u) * kSize >> 32);
   }
 
-  static __device__ __forceinline__ unsigned place_behind(unsigned place) { return place + 1 == kSize ? 0 : place + 1; }
-
-  __device__ __forceinline__ void clear(unsigned place) const {
-    last_entries[place] = 0;
-    is_taken_later[place] = 0;
+  // Takes the place if it is empty; returns the entry that was there before.
+  __device__ __forceinline__ unsigned take(unsigned i, unsigned place) const {
+    return atomicCAS(&last_entries[place], 0u, i + 1);
   }
 
-  // The place of entry i's slot, which then holds the entry or a later one.
-  __device__ __forceinline__ unsigned insert(unsigned i) const {
-    for (unsigned place = first_place(slots[i]);; place = place_behind(place)) {
-      const unsigned found = atomicCAS(&last_entries[place], 0u, i + 1);
-      // The entry that is found may change, the slot of a place that is taken does not.
-      if (found != 0 && slots[found - 1] != slots[i]) continue;
-      if (found != 0) atomicMax(&last_entries[place], i + 1);
-      return place;
+  // From the first place, where `found` was: the place of the entry's slot, which then holds the entry or a later one.
+  __device__ __forceinline__ unsigned insert(unsigned i, unsigned place, unsigned found) const {
+    // The entry that is found may change, the slot of a place that is taken does not.
+    while (found != 0 && slots[found - 1] != slots[i]) {
+      place = place + 1 == kSize ? 0 : place + 1;
+      found = take(i, place);
     }
+    if (found != 0) atomicMax(&last_entries[place], i + 1);
+    return place;
   }
 
-  // An entry behind the tile has the slot. When all entries are in.
-  __device__ __forceinline__ void take_later(unsigned slot) const {
-    for (unsigned place = first_place(slot); last_entries[place] != 0; place = place_behind(place)) {
-      if (slots[last_entries[place] - 1] != slot) continue;
-      atomicOr(&is_taken_later[place], 1u);
-      return;
-    }
-  }
-
-  __device__ __forceinline__ bool is_last(unsigned i, unsigned place) const {
-    return last_entries[place] == i + 1 && is_taken_later[place] == 0;
-  }
+  __device__ __forceinline__ bool is_last(unsigned i, unsigned place) const { return last_entries[place] == i + 1; }
 };
 
-// What a warp's entries do to the chain.
+// What a warp's entries of a chunk do to the chain.
 struct WarpRun {
   AffineMap map;
   u64 position;  // of the last entry stored, if there is one
   bool has_position;
 };
 
-__device__ __forceinline__ u64 power_of_multiplier(int exponent) {
-  u64 result = 1;
-  u64 square = kAffineMultiplier;
-  for (int bit = 1; bit <= kWarpSize; bit *= 2) {
-    if (exponent & bit) result *= square;
-    square *= square;
-  }
-  return result;
-}
-
-// What the chain's end becomes by all warps' runs; each warp reads them for itself: cheaper than a barrier more.
-struct RunScan {
-  WarpRun run;  // of the warp that has the lane's number
-  MapScan<kScanWarps> maps;
-  unsigned has_position;
-
-  static __device__ __forceinline__ WarpRun run_of(const WarpRun* runs, int lane) {
-    return lane < kScanWarps ? runs[lane] : WarpRun{{1, 0}, 0, false};
-  }
-  __device__ __forceinline__ RunScan(const WarpRun* runs, int lane)
-      : run(run_of(runs, lane)), maps(run.map, lane), has_position(__ballot_sync(kFullWarp, run.has_position)) {}
-
-  __device__ __forceinline__ ChainEnd before(const ChainEnd& end, int lane, int warp) const {
-    return {__shfl_sync(kFullWarp, maps.before(end.hash, lane), warp),
-            last_position(run.position, has_position & lanes_before(warp), end.position), end.checks_position};
-  }
-  __device__ __forceinline__ ChainEnd behind(const ChainEnd& end) const {
-    return {maps.behind(end.hash), last_position(run.position, has_position, end.position), end.checks_position};
-  }
-};
-
-// The warp's share of the entries [begin, end), consecutive ones, as a run. `powers` of the multiplier; whether one of
-// them is stored in `seed` is added to `writes_seed`.
-__device__ __forceinline__ WarpRun run_before(const WriteArgs& args, const CanaryBuffer& buffer, const u64* powers,
-                                              i64 begin, i64 end, i64 seed, bool& writes_seed) {
-  const int lane = threadIdx.x % kWarpSize;
-  const i64 rows = (end - begin + kWriteScanThreads - 1) / kWriteScanThreads;  // of each warp
-  const i64 first = begin + threadIdx.x / kWarpSize * rows * kWarpSize;
-  AffineMap map = {1, 0};
-  i64 last = -1;
-#pragma unroll 4
-  for (i64 row = 0; row < rows; ++row) {
-    const Entry entry = load_entry(args, first + row * kWarpSize + lane, end);
-    const bool is_stored = buffer.has_slot(entry.slot);
-    const unsigned stored_lanes = __ballot_sync(kFullWarp, is_stored);
-    writes_seed |= is_stored && entry.slot == seed;
-    // Each lane keeps its own entries' share of the sum.
-    const u64 power = powers[__popc(stored_lanes)];
-    map = {map.multiplier * power, map.addend * power};
-    const unsigned lanes_behind = ~lanes_before(lane) << 1 & stored_lanes;
-    if (is_stored) map.addend += powers[__popc(lanes_behind)] * AffineChain::addend(entry.token, entry.position);
-    if (stored_lanes != 0) last = first + row * kWarpSize + highest_lane(stored_lanes);
-  }
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    map.addend += __shfl_xor_sync(kFullWarp, map.addend, distance);
-  }
-  return {map, last < 0 ? 0 : static_cast<u64>(args.positions[last]), last >= 0};
-}
-
-// Grid: args.blocks_per_request blocks for each buffer of each request, at least one for each buffer. Each block takes
-// every so many-th tile of the request, and works out by itself what the entries before do to the chain, and which of
-// the tile's slots the entries behind write again: no block waits for another. A request that writes its own seed's slot
-// is left to its first block; the others do not read the seed before they know.
-extern "C" __global__ void __launch_bounds__(kWriteScanThreads, kWriteScanBlocks)
+// Grid: a block for each buffer of each request, at least one for each buffer.
+extern "C" __global__ void __launch_bounds__(kWriteScanThreads)
     kvc_write_affine_scan(const __grid_constant__ WriteArgs args) {
-  __shared__ u64 powers[kWarpSize + 1];
-  __shared__ unsigned slots[kTile];
+  __shared__ unsigned slots[kScanChunk];
   __shared__ unsigned last_entries[SlotTable::kSize];
-  __shared__ unsigned is_taken_later[SlotTable::kSize];
-  __shared__ WarpRun runs_before[kScanWarps];
-  __shared__ WarpRun runs[kScanWarps];
-  const SlotTable table = {slots, last_entries, is_taken_later};
+  __shared__ WarpRun warp_runs[kScanWarps];
+  const SlotTable table = {slots, last_entries};
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
+  const unsigned own = threadIdx.x * kWriteScanItems;
   const unsigned num_buffers = static_cast<unsigned>(args.num_buffers);
-  unsigned num_blocks = static_cast<unsigned>(args.blocks_per_request);
-  const unsigned block = blockIdx.x / num_buffers % num_blocks;
-  const i64 r = blockIdx.x / num_buffers / num_blocks;
+  const i64 r = blockIdx.x / num_buffers;
   const CanaryBuffer& buffer = args.buffers[blockIdx.x % num_buffers];
-  const bool is_reporter = block == 0 && threadIdx.x == 0;
-  const Request request = begin_request(args, buffer, r, is_reporter);
-  const i64 first_tile = request.begin + static_cast<i64>(block) * kTile;
-  if (first_tile >= request.end) return;
-  Entry next = load_entry(args, first_tile + threadIdx.x, request.end);
-  if (threadIdx.x <= kWarpSize) powers[threadIdx.x] = power_of_multiplier(threadIdx.x);
-  ChainEnd end = {0, 0, false};
-  if (block == 0) end = load_seed<AffineChain>(args, buffer, r, request.seed, is_reporter);
-  const i64 seed = request.seed == args.padding_slot ? -1 : request.seed;
-  i64 chain_begin = request.begin;  // where `end` stands
+  const Request request = begin_request(args, buffer, r, threadIdx.x == 0);
+  if (request.begin == request.end) return;
+  Entry next[kWriteScanItems];
+#pragma unroll
+  for (int k = 0; k < kWriteScanItems; ++k) next[k] = load_entry(args, request.begin + own + k, request.end);
+  ChainEnd end = load_seed<AffineChain>(args, buffer, r, request.seed, threadIdx.x == 0);
   i64 num_stored = 0;
-  for (i64 first = first_tile; first < request.end; first += static_cast<i64>(num_blocks) * kTile) {
-    const Entry entry = next;
-    for (unsigned place = threadIdx.x; place < SlotTable::kSize; place += kWriteScanThreads) table.clear(place);
-    slots[threadIdx.x] = static_cast<unsigned>(entry.slot);
-    // Before it, also the seed was loaded and the tile before stored: they may be of slots that this one stores.
+  for (i64 first = request.begin; first < request.end; first += kScanChunk) {
+    Entry entries[kWriteScanItems];
+    for (unsigned place = threadIdx.x; place < SlotTable::kSize; place += kWriteScanThreads) last_entries[place] = 0;
+#pragma unroll
+    for (int k = 0; k < kWriteScanItems; ++k) {
+      entries[k] = next[k];
+      slots[own + k] = static_cast<unsigned>(entries[k].slot);
+    }
+    // Before it, also the seed was loaded and the chunk before stored: they may be of slots that this one stores.
     __syncthreads();
-    const bool has_slot = buffer.has_slot(entry.slot);
-    const unsigned place = has_slot ? table.insert(threadIdx.x) : 0;
-    bool writes_seed = has_slot && entry.slot == seed;
-    const unsigned stored_lanes = __ballot_sync(kFullWarp, has_slot);
-    num_stored += __popc(stored_lanes);
-    const MapScan<kWarpSize> scan(affine_map(entry, has_slot), lane);
-    const u64 position_of_warp = last_position(entry.position, stored_lanes, 0);
-    const WarpRun run_of_before = run_before(args, buffer, powers, chain_begin, first, seed, writes_seed);
-    if (lane == kWarpSize - 1) runs[warp] = {scan.inclusive, position_of_warp, stored_lanes != 0};
-    if (lane == 0) runs_before[warp] = run_of_before;
+#pragma unroll
+    for (int k = 0; k < kWriteScanItems; ++k) {
+      next[k] = load_entry(args, first + kScanChunk + own + k, request.end);
+    }
+    unsigned places[kWriteScanItems];
+    unsigned found[kWriteScanItems];
+    // All at once: they take a while.
+#pragma unroll
+    for (int k = 0; k < kWriteScanItems; ++k) {
+      places[k] = SlotTable::first_place(static_cast<unsigned>(entries[k].slot));
+      found[k] = buffer.has_slot(entries[k].slot) ? table.take(own + k, places[k]) : 0;
+    }
+    u64 addends[kWriteScanItems];
+    AffineMap map = {1, 0};
+    u64 position = 0;
+    bool has_position = false;
+#pragma unroll
+    for (int k = 0; k < kWriteScanItems; ++k) {
+      const bool has_slot = buffer.has_slot(entries[k].slot);
+      num_stored += __popc(__ballot_sync(kFullWarp, has_slot));
+      addends[k] = AffineChain::addend(entries[k].token, entries[k].position);
+      if (!has_slot) continue;
+      map = map.then({kAffineMultiplier, addends[k]});
+      position = entries[k].position;
+      has_position = true;
+    }
+#pragma unroll
+    for (int k = 0; k < kWriteScanItems; ++k) places[k] = table.insert(own + k, places[k], found[k]);
+    const MapScan<kWarpSize> scan(map, lane);
+    const unsigned lanes = __ballot_sync(kFullWarp, has_position);
+    const u64 position_of_warp = last_position(position, lanes, 0);
+    if (lane == kWarpSize - 1) warp_runs[warp] = {scan.inclusive, position_of_warp, lanes != 0};
     __syncthreads();
 
-    if (num_blocks > 1) {
-#pragma unroll 4
-      for (i64 i = first + kTile + threadIdx.x; i < request.end; i += kWriteScanThreads) {
-        const i64 slot = load_slot(args, i);
-        if (!buffer.has_slot(slot)) continue;
-        table.take_later(static_cast<unsigned>(slot));
-        writes_seed |= slot == seed;
-      }
-      if (__syncthreads_or(writes_seed)) {
-        if (block != 0) return;
-        num_blocks = 1;
-      }
+    // Each warp scans all warps for itself: cheaper than a barrier more.
+    WarpRun run = {{1, 0}, 0, false};
+    if (lane < kScanWarps) run = warp_runs[lane];
+    const MapScan<kScanWarps> scan_of_warps(run.map, lane);
+    const unsigned warps = __ballot_sync(kFullWarp, run.has_position);
+    const u64 warp_hash = __shfl_sync(kFullWarp, scan_of_warps.before(end.hash, lane), warp);
+    const u64 warp_position = last_position(run.position, warps & lanes_before(warp), end.position);
+    ChainEnd before = {scan.before(warp_hash, lane), last_position(position, lanes & lanes_before(lane), warp_position),
+                       end.checks_position};
+    end.hash = scan_of_warps.behind(end.hash);
+    end.position = last_position(run.position, warps, end.position);
+#pragma unroll
+    for (int k = 0; k < kWriteScanItems; ++k) {
+      const Entry& entry = entries[k];
+      const bool has_slot = buffer.has_slot(entry.slot);
+      const bool is_last = has_slot && table.is_last(own + k, places[k]);
+      const u64 real_kv_hash = is_last ? buffer.hash_real_kv(entry.slot) : 0;
+      const ExpectedInput expected = load_expected_input(args, first + own + k, request.end);
+      finish_entry(args, buffer, r, entry, expected, before, is_last, real_kv_hash);
+      if (!has_slot) continue;
+      before.hash = kAffineMultiplier * before.hash + addends[k];
+      before.position = entry.position;
     }
-    if (block != 0 && first == first_tile) end = load_seed<AffineChain>(args, buffer, r, request.seed, false);
-    next = load_entry(args, first + static_cast<i64>(num_blocks) * kTile + threadIdx.x, request.end);
-    end = RunScan(runs_before, lane).behind(end);
-    const RunScan scan_of_warps(runs, lane);
-    const ChainEnd before_warp = scan_of_warps.before(end, lane, warp);
-    const ChainEnd before = {scan.before(before_warp.hash, lane),
-                             last_position(entry.position, stored_lanes & lanes_before(lane), before_warp.position),
-                             end.checks_position};
-    end = scan_of_warps.behind(end);
-    chain_begin = first + kTile;
-    const bool is_last = has_slot && table.is_last(threadIdx.x, place);
-    const u64 real_kv_hash = is_last ? buffer.hash_real_kv(entry.slot) : 0;
-    const ExpectedInput expected = load_expected_input(args, first + threadIdx.x, request.end);
-    finish_entry(args, buffer, r, entry, expected, before, is_last, real_kv_hash);
-    // Before the next tile clears the table.
+    // Before the next chunk clears the table.
     __syncthreads();
   }
   if (lane == 0) count(buffer.slot_run_counter, num_stored);

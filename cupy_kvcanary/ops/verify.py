@@ -37,7 +37,7 @@ from ..checks import (
     check_rank,
     check_window,
 )
-from ..constants import VERIFY_KV_BLOCKS, VERIFY_PLAIN_BLOCKS, VERIFY_ROWS, VERIFY_THREADS
+from ..constants import VERIFY_PLAIN_BLOCKS, VERIFY_ROWS, VERIFY_THREADS
 from ..launch import Call, Launch, Operation, ceil_div, named_views
 from ..launcher import Launcher
 from ..page_tables import (
@@ -347,10 +347,7 @@ def _options_args(
 def _launch(
     entry: str, chain: Chain, num_buffers: int, verify_capacity: int, args: np.ndarray[Any, Any]
 ) -> list[Launch]:
-    blocks = min(
-        132 * VERIFY_KV_BLOCKS if "_kv" in entry else _MAX_BLOCKS,
-        max(1, ceil_div(verify_capacity, VERIFY_THREADS * VERIFY_ROWS)),
-    )
+    blocks = min(_MAX_BLOCKS, max(1, ceil_div(verify_capacity, VERIFY_THREADS * VERIFY_ROWS)))
     suffix = "" if chain == "splitmix64" else "_affine"
     return [Launch("verify", f"{entry}{suffix}", blocks * num_buffers, VERIFY_THREADS, args)]
 
@@ -439,10 +436,10 @@ def _verify_batch_launches(
         and page_table.req_to_token.dtype == "int32"
         and full_to_swa_index_mapping is None
         and not check_verify_expected_token
+        and not any(buffer.real_kv_sources for buffer in buffers)
         and not any((buffer.canary_buf.pointer | buffer.slot_stride) % 16 for buffer in buffers)
     )
-    with_kv = any(buffer.real_kv_sources for buffer in buffers)
-    entry = f"kvc_verify_batch_{'kv' if with_kv else 'plain'}" if is_plain else "kvc_verify_batch"
+    entry = "kvc_verify_batch_plain" if is_plain else "kvc_verify_batch"
     return _launch(entry, chain, len(buffers), min(verify_capacity, _most_entries(page_table, bs)), args)
 
 

@@ -66,7 +66,6 @@ WRITE_ARGS = np.dtype(
         ("lut_len", np.int64),
         ("padding_slot", np.int64),
         ("num_buffers", np.int64),
-        ("blocks_per_request", np.int64),
         *BUFFERS_ARGS,
     ],
     align=True,
@@ -200,12 +199,6 @@ def _launches(
     out_status: ArrayView | None,
 ) -> list[Launch]:
     capacity, num_tokens = write_seed_slot_indices.size, input_ids.size
-    num_chains = max(capacity, 1) * len(buffers)
-    kernels = _KERNELS[chain]
-    blocks_per_request = 1
-    if kernels.tile:
-        tiles = ceil_div(num_tokens, kernels.tile)
-        blocks_per_request = max(1, min(tiles, kernels.blocks_at_once // num_chains))
     args = np.array(
         (
             write_offsets.pointer,
@@ -223,20 +216,21 @@ def _launches(
             0 if full_to_swa_index_mapping is None else full_to_swa_index_mapping.size,
             padding_slot,
             len(buffers),
-            blocks_per_request,
             *buffers_args(buffers),
         ),
         WRITE_ARGS,
     )
+    num_chains = max(capacity, 1) * len(buffers)
+    kernels = _KERNELS[chain]
     # Only the number of all entries is known here: the longest request may have all but one for each other request.
     if num_tokens - capacity > kernels.warp_max_entries * ceil_div(num_chains, kernels.blocks_at_once):
-        return [Launch("write", kernels.of_blocks, num_chains * blocks_per_request, kernels.block, args)]
+        return [Launch("write", kernels.of_blocks, num_chains, kernels.block, args)]
     return [Launch("write", kernels.of_warps, ceil_div(num_chains, WRITE_THREADS // 32), WRITE_THREADS, args)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    """A chain's two kernels: a warp for each request, which takes many at once, and blocks, which take long ones."""
+    """A chain's two kernels: a warp for each request, which takes many at once, and a block, which takes long ones."""
 
     of_warps: str
     of_blocks: str
@@ -244,13 +238,11 @@ class _Kernels:
     blocks_at_once: int
     warp_max_entries: int
     """A warp loses as much time over this many entries of one request as blocks lose over each wave of theirs."""
-    tile: int = 0
-    """Entries of a request that a block takes at a time, where several blocks share a request."""
 
 
 _KERNELS: dict[Chain, _Kernels] = {
     "splitmix64": _Kernels("kvc_write", "kvc_write_walk", WRITE_WALK_THREADS, 924, 64),
-    "affine": _Kernels("kvc_write_affine", "kvc_write_affine_scan", WRITE_SCAN_THREADS, 264, 128, WRITE_SCAN_THREADS),
+    "affine": _Kernels("kvc_write_affine", "kvc_write_affine_scan", WRITE_SCAN_THREADS, 132, 128),
 }
 
 OPERATION = Operation(reference, _launches, WRITTEN_BY_LAUNCHES | {"out_status"})

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from cupy_kvcanary.constants import WRITE_SCAN_THREADS
+from cupy_kvcanary.constants import WRITE_SCAN_ITEMS, WRITE_SCAN_THREADS
 from cupy_kvcanary.ops import write as write_op
 from cupy_kvcanary.ops.write import launch_canary_write_kernel
 from cupy_kvcanary.types import WritePlan
@@ -70,7 +70,7 @@ def one_request(slots: Any, first_position: int = 0, seed: int = -1, tokens: Any
 
 def slots_of_the_last_place(num_slots: int) -> list[int]:
     """Slots that all belong into the last place of the affine scan's table of slots."""
-    size = 2 * WRITE_SCAN_THREADS
+    size = 2 * WRITE_SCAN_THREADS * WRITE_SCAN_ITEMS
     return [slot for slot in range(num_slots) if (slot * 0x9E3779B1 % 2**32 * size) >> 32 == size - 1]
 
 
@@ -80,7 +80,6 @@ def write(
     arguments: dict[str, Any],
     kernel: str = "kvc_write",
     padding_slot: int | None = 0,
-    blocks_at_once: int = 264,
 ) -> int:
     """Write with one of the kernels; the buffers as they are then, and the status."""
     on_device = backend.on_device(arguments)
@@ -90,9 +89,7 @@ def write(
     kernels = write_op._KERNELS[chain]
     # From how many entries on blocks take over.
     most = 2**62 if kernel == kernels.of_warps else -(2**62)
-    with mock.patch.dict(
-        write_op._KERNELS, {chain: replace(kernels, warp_max_entries=most, blocks_at_once=blocks_at_once)}
-    ):
+    with mock.patch.dict(write_op._KERNELS, {chain: replace(kernels, warp_max_entries=most)}):
         launch_canary_write_kernel(
             context=contexts,
             plan=WritePlan(**{name: on_device[name] for name in PLAN}),
@@ -188,14 +185,13 @@ def assert_written(
     arguments: dict[str, Any],
     kernel: str,
     padding_slot: int | None = 0,
-    blocks_at_once: int = 264,
 ) -> None:
     """The launch leaves each buffer as the contract says. Buffers must not share anything."""
     expected = [expected_write(buffer, arguments, chain_of(kernel), padding_slot) for buffer in buffers]
     if backend.reports_races and not all(result.is_determined for result in expected):
         return
     counts = [buffer.violation_count for buffer in buffers]
-    status = write(backend, buffers, arguments, kernel, padding_slot, blocks_at_once)
+    status = write(backend, buffers, arguments, kernel, padding_slot)
     for buffer, count, result in zip(buffers, counts, expected, strict=True):
         assert status == result.status
         assert (buffer.slot_run_counter, buffer.kernel_run_counter) == (result.num_stored, 1)

@@ -195,29 +195,6 @@ def test_a_long_request(backend: ArrayBackend, kernel: str) -> None:
     assert buffer.slot_run_counter == n
 
 
-@pytest.mark.parametrize("blocks_at_once", [1, 2, 3, 99])
-@pytest.mark.parametrize("n", [256, 257, 2000])
-def test_blocks_share_a_request(backend: ArrayBackend, blocks_at_once: int, n: int) -> None:
-    """Each takes every so many-th tile; slots are written again within a tile and tiles later, or skipped."""
-    rng = np.random.default_rng(n)
-    slots = rng.integers(-1, n // 3, n)
-    buffer = HostBuffer.empty(n, enable_chain_position_assert=1)
-    buffer.stamp([n - 1], [9], "affine", first_position=99)
-    arguments = one_request(slots, 100, n - 1)
-    assert_written(backend, [buffer], arguments, "kvc_write_affine_scan", blocks_at_once=blocks_at_once)
-
-
-@pytest.mark.parametrize("where", [0, 300, 1999])
-@pytest.mark.parametrize("blocks_at_once", [1, 3, 99])
-def test_blocks_of_a_request_that_writes_its_own_seed(backend: ArrayBackend, blocks_at_once: int, where: int) -> None:
-    slots = np.arange(1, 2001)
-    slots[where] = 2001
-    buffer = HostBuffer.empty(2002, enable_chain_position_assert=1)
-    buffer.stamp([2001], [9], "affine", first_position=99)
-    arguments = one_request(slots, 100, 2001)
-    assert_written(backend, [buffer], arguments, "kvc_write_affine_scan", blocks_at_once=blocks_at_once)
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("n", [2, 32, 40, 3000])
 def test_the_last_entry_of_a_slot_stays(backend: ArrayBackend, kernel: str, n: int) -> None:
@@ -527,11 +504,9 @@ def test_hostile_values_change_nothing_outside_the_outputs(
         (4352, 4096, 1, "kvc_write", 1024),
         (0, 0, 3, "kvc_write_affine", 1),
         (256, 256, 4, "kvc_write_affine", 256),
-        (384, 256, 1, "kvc_write_affine", 64),
-        (385, 256, 1, "kvc_write_affine_scan", 256),
-        (513, 1, 2, "kvc_write_affine_scan", 6),
-        (4096, 100, 1, "kvc_write_affine_scan", 200),
-        (10**6, 1, 4, "kvc_write_affine_scan", 264),
+        (512, 256, 1, "kvc_write_affine", 64),
+        (513, 256, 1, "kvc_write_affine_scan", 256),
+        (4096, 1, 2, "kvc_write_affine_scan", 2),
         (8192, 4096, 4, "kvc_write_affine", 4096),
     ],
 )

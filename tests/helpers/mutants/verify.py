@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 PLAN = "kvc_verify"
 BATCH = "kvc_verify_batch"
 PLAIN = "kvc_verify_batch_plain"
-KV = "kvc_verify_batch_kv"
 BATCHES = (BATCH, PLAIN)
 ALL = (PLAN, *BATCHES)
 BOTH_CHAINS = (*ALL, *(f"{kernel}_affine" for kernel in ALL))
@@ -101,7 +100,7 @@ def verify_batch(kernel: str, cache: Cache, batch: Batch, **changed: Any) -> Non
         "kv_token_id_vs_position_offset": batch.offset,
         "swa_window_size": batch.window,
         "verify_capacity": 1000,
-        "check_verify_expected_token": kernel.removesuffix("_affine") not in (PLAIN, KV),
+        "check_verify_expected_token": "plain" not in kernel,
         "out_status": np.zeros(1, np.int32),
     }
     launch_canary_verify_batch_kernel(context=cache.contexts(), chain=chain_of(kernel), **arguments | changed)
@@ -295,16 +294,9 @@ MUTANTS: list[Mutant] = [
             (
                 both(row(63), Cache(has_kv=True), kernels=(PLAN, BATCH)),
                 "KV bytes of a slot",
-                "offset < num_hashed_bytes",
-                "offset <= num_hashed_bytes",
+                "offset < source.num_hashed_bytes",
+                "offset <= source.num_hashed_bytes",
                 "const ulonglong2 words =",
-            ),
-            (
-                batches(row(63), Cache(has_kv=True), kernels=(KV,)),
-                "KV bytes of a slot, ahead",
-                "if (part < num_hashed_bytes)",
-                "if (part <= num_hashed_bytes)",
-                "if (part < num_hashed_bytes)",
             ),
             (
                 both(same_three_times, Cache(ring_capacity=2)),

@@ -19,11 +19,8 @@ WARPS, BLOCKS, AFFINES = (EXACT, AFFINE), (WALK, SCAN), (AFFINE, SCAN)
 def reach(arguments: dict[str, Any], kernels: tuple[str, ...] = KERNELS, num_slots: int = 64, **options: Any) -> Reach:
     """A write into an empty buffer by each of the kernels."""
 
-    blocks_at_once = options.pop("blocks_at_once", 264)
-
     def run(kernel: str) -> None:
-        buffers = [HostBuffer.empty(num_slots, **options)]
-        write(ArrayBackend("numpy"), buffers, arguments, kernel, blocks_at_once=blocks_at_once)
+        write(ArrayBackend("numpy"), [HostBuffer.empty(num_slots, **options)], arguments, kernel)
 
     return tuple((kernel, partial(run, kernel)) for kernel in kernels)
 
@@ -44,16 +41,13 @@ last_warp_full = make_arguments([0, 1, 2, 3, 35], [-1] * 4, range(35), range(35)
 full_warps = reach(requests(4, 32), WARPS, num_slots=129)
 two_warps = reach(requests(2, 5), WARPS)
 walk = reach(one_request(range(1, 300)), (WALK,), num_slots=300)
-scan = reach(one_request(range(1, 1000)), (SCAN,), num_slots=1000)
-one_block = reach(one_request(range(1, 1000)), (SCAN,), num_slots=1000, blocks_at_once=1)
-again_later = reach(one_request([5] * 600), (SCAN,))
+scan = reach(one_request(range(1, 3000)), (SCAN,), num_slots=3000)
 own_seed = one_request([7] * 40, 1, 7)
 twice = one_request([5, 6, 5])
 several = one_request([5, 6, 7])
-many = one_request([*range(1, 60)] * 9)
 
-ENTRY_READ = "return is_int64 ? __ldg("
 TOKEN_READ = "const u64 token = static_cast<u64>(args.input_ids[i])"
+SLOT_READ = "const i64 slot = map_to_swa(args.out_cache_loc[i]"
 SLOTS_READ = "const bool is_stored = of_row < request.end"
 RECORD_READ = "const ulonglong2 head = halves[0]"
 RECORD_WRITTEN = "reinterpret_cast<ulonglong2*>(fields)[0] = make_ulonglong2"
@@ -66,33 +60,25 @@ HASH_STORED = "    hashes[k] = x"
 LAST_HASH_STORED = "hashes[num_packed] = x"
 HASH_READ = "return last_step(hashes[warp][place])"
 WALKED = "x = mix(fold(mix(fold(mix(fold(x, 0))"
-RUN_READ = "return lane < kScanWarps ? runs[lane]"
-RUN_STORED = "if (lane == kWarpSize - 1) runs[warp]"
-RUN_BEFORE_STORED = "if (lane == 0) runs_before[warp] = run_of_before"
-POWER_STORED = "if (threadIdx.x <= kWarpSize) powers[threadIdx.x]"
-POWER_READ = "const u64 power = powers[__popc(stored_lanes)]"
-SLOT_STORED = "    slots[threadIdx.x] = static_cast<unsigned>"
+RUN_READ = "if (lane < kScanWarps) run = warp_runs[lane]"
+RUN_STORED = "if (lane == kWarpSize - 1) warp_runs[warp]"
+SLOT_STORED = "slots[own + k] = static_cast<unsigned>"
 PLACE_CLEARED = "last_entries[place] = 0;"
-TAKEN_CLEARED = "is_taken_later[place] = 0;"
-PLACE_TAKEN = "const unsigned found = atomicCAS(&last_entries[place], 0u, i + 1)"
-PLACE_COMPARED = "if (found != 0 && slots[found - 1] != slots[i])"
+PLACE_TAKEN = "return atomicCAS(&last_entries[place], 0u, i + 1)"
 PLACE_UPDATED = "if (found != 0) atomicMax(&last_entries[place], i + 1)"
-TAKEN_LATER = "atomicOr(&is_taken_later[place], 1u)"
-IS_LAST = "return last_entries[place] == i + 1"
 
 MASKS = (
     (several, (EXACT, AFFINE, SCAN), "last position", "__shfl_sync(kFullWarp, position"),
     (several, AFFINES, "multipliers", "__shfl_up_sync(kFullWarp, map.multiplier"),
     (several, AFFINES, "addends", "__shfl_up_sync(kFullWarp, map.addend"),
     (several, AFFINES, "hash behind the warp", "__shfl_sync(kFullWarp, inclusive(hash)"),
-    (several, WARPS, "lanes that store", "__ballot_sync(kFullWarp, has_slot);\n    const bool is_last"),
+    (several, WARPS, "lanes that store", "stored_lanes = __ballot_sync(kFullWarp"),
     (several, (EXACT, WALK, AFFINE), "lanes of a slot", "__match_any_sync(kFullWarp"),
-    (several, (WALK,), "lanes of a row that store", "__ballot_sync(kFullWarp, is_stored);\n      if"),
-    (several, (SCAN,), "lanes of a tile that store", "__ballot_sync(kFullWarp, has_slot);\n    num_stored"),
-    (many, (SCAN,), "lanes before a tile that store", "__ballot_sync(kFullWarp, is_stored);\n    writes_seed"),
-    (many, (SCAN,), "sum before a tile", "__shfl_xor_sync(kFullWarp, map.addend"),
+    (several, (WALK,), "lanes of a row that store", "lanes = __ballot_sync(kFullWarp, is_stored"),
+    (several, (SCAN,), "number of entries", "__popc(__ballot_sync(kFullWarp"),
+    (several, (SCAN,), "lanes with a position", "__ballot_sync(kFullWarp, has_position"),
     (several, (SCAN,), "warps with a position", "__ballot_sync(kFullWarp, run.has_position"),
-    (several, (SCAN,), "hash before the warp", "__shfl_sync(kFullWarp, maps.before"),
+    (several, (SCAN,), "hash before the warp", "__shfl_sync(kFullWarp, scan_of_warps.before"),
 )
 
 MUTANTS: list[Mutant] = [
@@ -115,18 +101,12 @@ MUTANTS: list[Mutant] = [
                 "hashes[warp]);\n",
                 HASH_READ,
             ),
-            (one_block, "runs of the warps", "of_before;\n    __syncthreads();", "of_before;\n", RUN_READ),
-            (
-                one_block,
-                "between tiles",
-                "clears the table.\n    __syncthreads();",
-                "clears the table.\n",
-                PLACE_CLEARED,
-            ),
-            (again_later, "slots behind the tile", "if (__syncthreads_or(writes_seed)) {", "if (false) {", IS_LAST),
+            (scan, "slots and table", "one stores.\n    __syncthreads();", "one stores.\n", PLACE_TAKEN),
+            (scan, "runs of the warps", "lanes != 0};\n    __syncthreads();", "lanes != 0};\n", RUN_READ),
+            (scan, "between chunks", "clears the table.\n    __syncthreads();", "clears the table.\n", PLACE_CLEARED),
         ],
     ),
-    # The walker takes for a number of entries, the scan for an entry of the table, what it finds.
+    # The walker takes for a number of entries what it finds.
     *mutants(
         "barrier",
         "address",
@@ -139,7 +119,6 @@ MUTANTS: list[Mutant] = [
                 "request.begin, half);\n  }\n",
                 LAST_HASH_STORED,
             ),
-            (scan, "slots and table", "one stores.\n    __syncthreads();", "one stores.\n", PLACE_COMPARED),
             (walk, "between chunks", "may be the same.\n    __syncthreads();", "may be the same.\n", WALKED),
         ],
     ),
@@ -187,19 +166,22 @@ MUTANTS: list[Mutant] = [
                 "if (r <= args.write_req_capacity) {",
                 OFFSET_READ,
             ),
-            (
-                reach(only_offsets(-2, 3)),
-                "entries before the arrays",
-                "valid_begin = clamp(begin, 0,",
-                "valid_begin = clamp(begin, -2,",
-                ENTRY_READ,
+            *(
+                (
+                    reach(only_offsets(-2, 3), kernels),
+                    "entries before the arrays",
+                    "valid_begin = clamp(begin, 0,",
+                    "valid_begin = clamp(begin, -2,",
+                    line,
+                )
+                for kernels, line in (((EXACT, AFFINE, SCAN), TOKEN_READ), ((WALK,), SLOT_READ))
             ),
             (
                 reach(only_offsets(0, 4)),
                 "entries behind the arrays",
                 "clamp(end, valid_begin, args.num_tokens)",
                 "clamp(end, valid_begin, args.num_tokens + 1)",
-                ENTRY_READ,
+                TOKEN_READ,
             ),
             (
                 reach(several),
@@ -273,18 +255,12 @@ MUTANTS: list[Mutant] = [
         [
             (
                 scan,
-                "size of runs",
-                "__shared__ WarpRun runs[kScanWarps]",
-                "__shared__ WarpRun runs[kScanWarps - 1]",
+                "size of warp_runs",
+                "__shared__ WarpRun warp_runs[kScanWarps]",
+                "__shared__ WarpRun warp_runs[kScanWarps - 1]",
                 RUN_STORED,
             ),
-            (
-                scan,
-                "size of runs_before",
-                "__shared__ WarpRun runs_before[kScanWarps]",
-                "__shared__ WarpRun runs_before[kScanWarps - 1]",
-                RUN_BEFORE_STORED,
-            ),
+            (scan, "warps to read", "if (lane < kScanWarps)", "if (lane <= kScanWarps)", RUN_READ),
         ],
     ),
     *mutants(
@@ -310,31 +286,10 @@ MUTANTS: list[Mutant] = [
             (
                 scan,
                 "size of slots",
-                "__shared__ unsigned slots[kTile]",
-                "__shared__ unsigned slots[kTile - 1]",
+                "__shared__ unsigned slots[kScanChunk]",
+                "__shared__ unsigned slots[kScanChunk - 1]",
                 SLOT_STORED,
             ),
-            (
-                scan,
-                "size of powers",
-                "__shared__ u64 powers[kWarpSize + 1]",
-                "__shared__ u64 powers[kWarpSize]",
-                POWER_STORED,
-            ),
-            (
-                scan,
-                "powers",
-                "if (threadIdx.x <= kWarpSize) powers",
-                "if (threadIdx.x <= kWarpSize + 1) powers",
-                POWER_STORED,
-            ),
-        ],
-    ),
-    *mutants(
-        "bound",
-        "address",
-        "global-buffer-overflow",
-        [
             (
                 scan,
                 "size of the table",
@@ -342,14 +297,14 @@ MUTANTS: list[Mutant] = [
                 "__shared__ unsigned last_entries[SlotTable::kSize - 1]",
                 PLACE_CLEARED,
             ),
-            (
-                scan,
-                "size of the table's marks",
-                "__shared__ unsigned is_taken_later[SlotTable::kSize]",
-                "__shared__ unsigned is_taken_later[SlotTable::kSize - 1]",
-                TAKEN_CLEARED,
-            ),
             (scan, "places to clear", "place < SlotTable::kSize;", "place <= SlotTable::kSize;", PLACE_CLEARED),
+        ],
+    ),
+    *mutants(
+        "bound",
+        "address",
+        "global-buffer-overflow",
+        [
             (
                 full_warps[:1],
                 "size of packed",
@@ -402,22 +357,8 @@ MUTANTS: list[Mutant] = [
             (
                 reach(one_request([5, 6, 7, 8, 5]), (SCAN,)),
                 "one thread for a slot",
-                "return last_entries[place] == i + 1 &&",
-                "return",
-                RECORD_WRITTEN,
-            ),
-            (
-                reach(one_request([*range(1, 257), 1]), (SCAN,), num_slots=300),
-                "one block for a slot",
-                " && is_taken_later[place] == 0",
-                "",
-                RECORD_WRITTEN,
-            ),
-            (
-                reach(one_request([*range(1, 300), 5], seed=5), (SCAN,), num_slots=300),
-                "one block for a request that writes its own seed",
-                "if (block != 0) return;",
-                "",
+                "return last_entries[place] == i + 1",
+                "return true",
                 RECORD_WRITTEN,
             ),
             (reach(several, (EXACT,)), "one lane for a walk", "if (lane == 0) walk(", "walk(", HASH_STORED),
@@ -470,7 +411,7 @@ MUTANTS: list[Mutant] = [
                 reach(one_request([5] * 9), (SCAN,)),
                 "places that are taken",
                 PLACE_TAKEN,
-                "const unsigned found = last_entries[place]; if (found == 0) last_entries[place] = i + 1",
+                "const unsigned found = last_entries[place]; if (found == 0) last_entries[place] = i + 1; return found",
                 PLACE_TAKEN,
             ),
             (
@@ -480,7 +421,6 @@ MUTANTS: list[Mutant] = [
                 "last_entries[place] = max(last_entries[place], i + 1)",
                 PLACE_UPDATED,
             ),
-            (again_later, "slots that are taken later", TAKEN_LATER, "is_taken_later[place] |= 1u", TAKEN_LATER),
         ],
     ),
 ]
