@@ -33,7 +33,6 @@ _INJECTED = (
     ("int", "VERIFY_THREADS"),
     ("int", "VERIFY_ROWS"),
     ("int", "VERIFY_BLOCKS"),
-    ("int", "VERIFY_PLAIN_BLOCKS"),
     ("int", "WRITE_THREADS"),
     ("int", "WRITE_BLOCKS"),
     ("int", "WRITE_WALK_THREADS"),

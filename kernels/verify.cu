@@ -5,6 +5,13 @@
 
 constexpr int kRows = kVerifyRows;  // of 32 entries that a warp has in flight
 
+// Blocks on a multiprocessor of kernels that are not for plain batches: before 9.0 the compiler needs more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kBlocks = kVerifyBlocks - 1;
+#else
+constexpr int kBlocks = kVerifyBlocks;
+#endif
+
 // One thing to check: that `slot` holds `position` (and `expected_token`, unless -1) after its predecessor.
 struct Entry {
   i64 slot;
@@ -211,12 +218,12 @@ __device__ __forceinline__ void verify(const VerifyArgs& args) {
                         args.enable, entries_to_check(args.enable, args.verify_num_valid, args.verify_capacity), walk);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kBlocks)
     kvc_verify(const __grid_constant__ VerifyArgs args) {
   verify<SplitMixChain>(args);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kBlocks)
     kvc_verify_affine(const __grid_constant__ VerifyArgs args) {
   verify<AffineChain>(args);
 }
@@ -340,22 +347,22 @@ __device__ __forceinline__ void verify_batch(const VerifyBatchArgs& args) {
   report_status(args.out_status, walk.status);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kBlocks)
     kvc_verify_batch(const __grid_constant__ VerifyBatchArgs args) {
   verify_batch<SplitMixChain, false>(args);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kBlocks)
     kvc_verify_batch_affine(const __grid_constant__ VerifyBatchArgs args) {
   verify_batch<AffineChain, false>(args);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyPlainBlocks)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
     kvc_verify_batch_plain(const __grid_constant__ VerifyBatchArgs args) {
   verify_batch<SplitMixChain, true>(args);
 }
 
-extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyPlainBlocks)
+extern "C" __global__ void __launch_bounds__(kVerifyThreads, kVerifyBlocks)
     kvc_verify_batch_plain_affine(const __grid_constant__ VerifyBatchArgs args) {
   verify_batch<AffineChain, true>(args);
 }

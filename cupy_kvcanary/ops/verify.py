@@ -37,7 +37,7 @@ from ..checks import (
     check_rank,
     check_window,
 )
-from ..constants import VERIFY_PLAIN_BLOCKS, VERIFY_ROWS, VERIFY_THREADS
+from ..constants import VERIFY_BLOCKS, VERIFY_ROWS, VERIFY_THREADS
 from ..launch import Call, Launch, Operation, ceil_div, named_views
 from ..launcher import Launcher
 from ..page_tables import (
@@ -111,7 +111,7 @@ VERIFY_BATCH_ARGS = np.dtype(
 """Twin of `VerifyBatchArgs` in kernels/verify.cu."""
 
 # Blocks for each buffer: one wave on a GPU of 132 multiprocessors, the largest there is (measured).
-_MAX_BLOCKS = 132 * VERIFY_PLAIN_BLOCKS
+_MAX_BLOCKS = 132 * VERIFY_BLOCKS
 
 
 @Launcher
