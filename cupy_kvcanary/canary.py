@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .canary_buffers import BatchLaunches, CanaryBuffers, GroupBuffers, sweep_tag
+from .canary_buffers import BatchLaunches, CanaryBuffers, sweep_tag
 from .canary_config import CanaryConfig, GroupName, KvPool, LogLayout, memory_of
-from .catalogue import error
+from .canary_records import CanaryRecords
 from .constants import (
-    CANARY_SLOT_BYTES,
     VIOLATION_DETAIL_FIELDS,
     VIOLATION_FIELDS,
     CanaryLaunchTag,
@@ -23,17 +22,8 @@ from .constants import (
 )
 from .errors import PREFIX, KvCorruptionError
 from .health import Health
-from .ops.move import (
-    launch_canary_copy_records_kernel,
-    launch_canary_export_records_kernel,
-    launch_canary_forget_records_kernel,
-    launch_canary_import_records_kernel,
-)
-from .ops.verify import launch_canary_verify_kernel
-from .ops.write import launch_canary_write_kernel
 from .reports import Report, decode
 from .sweep import Sweep, SweepChunk
-from .types import VerifyPlan, WritePlan
 from .warmup import warmup
 
 if TYPE_CHECKING:
@@ -113,6 +103,7 @@ class Canary:
         if config.mode == "off":
             return
         self.buffers = CanaryBuffers(pool, config)
+        self._records = CanaryRecords(self.buffers)
         self._snapshots = self.buffers.place.snapshots(self.buffers.log.words)
         self._latest: NDArray[np.int64] = np.zeros(self.buffers.log.layout.size, np.int64)
         warmup(self.buffers.place.device)
@@ -188,8 +179,8 @@ class Canary:
             launches.launch(stream, "plan")
         if is_capturing:
             return
-        if self._sweep is not None and self._steps % self.config.sweep_interval == 0:
-            self._verify_slice(self._sweep, stream)
+        if self._sweep is not None and not self._sweep.is_done and self._steps % self.config.sweep_interval == 0:
+            self._records.verify_slice(self._sweep, stream)
         self._steps += 1
         self._last_step_s = time.monotonic()
         if not self._snapshots.is_in_flight:
@@ -355,7 +346,7 @@ class Canary:
         group : whose slots they are; None for the canary's first group.
 
         """
-        self._guarded(self._move, launch_canary_forget_records_kernel, group, {"dst_slots": slots})
+        self._guarded(lambda: self._records.forget(slots, group))
 
     def copy(self, src_slots: Any, dst_slots: Any, group: GroupName | None = None) -> None:
         """Copy records along with a page move. No slot may be both a source and a destination.
@@ -366,8 +357,7 @@ class Canary:
         group : as in `forget`.
 
         """
-        slots = {"src_slots": src_slots, "dst_slots": dst_slots}
-        self._guarded(self._move, launch_canary_copy_records_kernel, group, slots)
+        self._guarded(lambda: self._records.copy(src_slots, dst_slots, group))
 
     def export_records(self, slots: Any, group: GroupName | None = None) -> Any:
         """Records for KV that leaves the pool, for the host, a disk or another machine.
@@ -382,7 +372,7 @@ class Canary:
         uint8 [buffers, n, 32] on the pool's device, newly allocated; None where mode `log` logged an error.
 
         """
-        return self._guarded(self._export, slots, group)
+        return self._guarded(lambda: self._records.export(slots, group))
 
     def import_records(self, slots: Any, records: Any, group: GroupName | None = None) -> None:
         """Records for KV that came into the pool.
@@ -395,7 +385,7 @@ class Canary:
         group : as in `forget`.
 
         """
-        self._guarded(self._import, slots, records, group)
+        self._guarded(lambda: self._records.bring(slots, records, group))
 
     def sweep(self, chunks: Iterable[SweepChunk], total: int | None = None) -> Sweep:
         """Verify cached slots in slices of `sweep_slice` entries, one every `sweep_interval` steps.
@@ -414,109 +404,8 @@ class Canary:
         return self._sweep
 
     def _restamp(self, slots: Any, positions: Any, tokens: Any, seed_slot: int) -> None:
-        place = self.buffers.place
-        stream = place.stream_of(slots, positions, tokens)
-        self._join(stream)
-        slots, positions = (place.array(values, stream) for values in (slots, positions))
-        if tokens is None:
-            tokens = place.zeros(len(slots), "int64", stream)
-            place.copy(tokens, self._export(slots, None)[0].view("int64")[:, 0], stream)
-        else:
-            tokens = place.array(tokens, stream)
-        for group in self.buffers.groups:
-            launch_canary_write_kernel(
-                context=group.write,
-                plan=WritePlan(
-                    write_offsets=place.array([0, len(slots)], stream),
-                    write_seed_slot_indices=place.array([seed_slot], stream),
-                    write_num_valid_reqs=place.array(np.ones(1, np.int32), stream),
-                ),
-                input_ids=tokens,
-                positions=positions,
-                out_cache_loc=slots,
-                enable_write_input_assert=False,
-                expected_input_tokens=None,
-                expected_input_positions=None,
-                full_to_swa_index_mapping=group.group.mapping,
-                padding_slot=self.pool.padding_slot,
-                chain=self.config.chain,
-                out_status=self._status(),
-                stream=stream,
-            )
-
-    def _move(self, launcher: Any, group: GroupName | None, slots: dict[str, Any]) -> None:
-        place = self.buffers.place
-        stream = place.stream_of(*slots.values())
-        launcher(
-            context=self._group(group).write,
-            **{name: place.array(values, stream) for name, values in slots.items()},
-            padding_slot=self.pool.padding_slot,
-            out_status=self._status(),
-            stream=stream,
-        )
-
-    def _export(self, slots: Any, group: GroupName | None) -> Any:
-        place, contexts = self.buffers.place, self._group(group).write
-        stream = place.stream_of(slots)
-        slots = place.array(slots, stream)
-        records = place.zeros((len(contexts), len(slots), CANARY_SLOT_BYTES), "uint8", stream)
-        launch_canary_export_records_kernel(
-            context=contexts, src_slots=slots, out_records=records, out_status=self._status(), stream=stream
-        )
-        return records
-
-    def _import(self, slots: Any, records: Any, group: GroupName | None) -> None:
-        place = self.buffers.place
-        stream = place.stream_of(slots)
-        launch_canary_import_records_kernel(
-            context=self._group(group).write,
-            dst_slots=place.array(slots, stream),
-            records=place.array(records, stream),
-            padding_slot=self.pool.padding_slot,
-            chain=self.config.chain,
-            out_status=self._status(),
-            stream=stream,
-        )
-
-    def _verify_slice(self, sweep: Sweep, stream: int | None) -> None:
-        taken = sweep.take(self.config.sweep_slice)
-        if taken is None:
-            self._sweep = None
-            return
-        chunk, part = taken
-        group, count = self._group(chunk.group), part.stop - part.start
-        plan = group.sweep_plan
-        tokens = np.full(count, -1) if chunk.tokens is None else chunk.tokens[part]
-        entries = {
-            "verify_slot_indices": chunk.slots[part],
-            "verify_expected_positions": chunk.positions[part],
-            "verify_prev_slot_indices": chunk.prev_slots[part],
-            "verify_expected_tokens": tokens,
-        }
-        for name, values in entries.items():
-            self.buffers.place.copy(getattr(plan, name)[:count], values, stream)
-        launch_canary_verify_kernel(
-            context=group.sweep,
-            plan=VerifyPlan(
-                **{name: getattr(plan, name)[:count] for name in entries},
-                verify_num_valid=plan.verify_num_valid,
-                enable=plan.enable,
-            ),
-            check_verify_expected_token=chunk.tokens is not None,
-            padding_slot=self.pool.padding_slot,
-            chain=self.config.chain,
-            stream=stream,
-        )
-
-    def _group(self, name: GroupName | None) -> GroupBuffers:
-        for group in self.buffers.groups:
-            if name in (None, group.group.name):
-                return group
-        known = ", ".join(group.group.name for group in self.buffers.groups)
-        raise error("kv-canary-must-be-one-of", name="group", expected=known, got=repr(name))
-
-    def _status(self) -> Any:
-        return self.buffers.log.int32(LogLayout.WRITE_INDEX, 1)
+        self._join(self.buffers.place.stream_of(slots, positions, tokens))  # it may report violations
+        self._records.restamp(slots, positions, tokens, seed_slot)
 
     # ---- failures -----------------------------------------------------------------------------------------------
 

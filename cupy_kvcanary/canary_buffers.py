@@ -100,15 +100,18 @@ class Place:
 class GroupBuffers:
     """A group's buffers as the launchers take them, and the offsets of its batch."""
 
-    def __init__(self, pool: KvPool, config: CanaryConfig, group: Group, place: Place, log: Log, first: int) -> None:
+    def __init__(
+        self, pool: KvPool, config: CanaryConfig, group: Group, place: Place, log: Log, number: int, first: int
+    ) -> None:
+        """`number` counts groups, `first` the buffers of those before it."""
         self.group = group
         self.tags = group.tags()
         self.records = {tag: place.zeros((group.num_slots, CANARY_SLOT_BYTES), "uint8") for tag in self.tags}
         self.verify: list[VerifyOrWriteContext] = []
         self.write: list[VerifyOrWriteContext] = []
         self.sweep: list[VerifyOrWriteContext] = []
+        hashes = config.hash_mode != RealKvHashMode.NONE
         for index, tag in enumerate(self.tags, first):
-            hashes = config.hash_mode != RealKvHashMode.NONE
             word = log.layout.buffer(index)
             for contexts, kind, counters in (
                 (self.verify, tag, word),
@@ -133,10 +136,7 @@ class GroupBuffers:
         self.verify_offsets = place.zeros(pool.max_reqs + 1, "int64")
         self.sweep_plan = VerifyPlan.allocate(config.sweep_slice, place.device)
         self.sweep_plan.verify_num_valid[...] = config.sweep_slice
-
-    def bind_plan(self, log: Log, index: int, pool: KvPool, place: Place) -> None:
-        """The write plan's arrays, whose count is in the log."""
-        word = log.layout.group(index)
+        word = log.layout.group(number)
         self.verify_num_valid, self.verify_enable = log.int32(word, 0), log.int32(word, 1)
         self.write_plan = WritePlan(
             write_offsets=place.zeros(pool.max_reqs + 1, "int64"),
@@ -183,11 +183,9 @@ class CanaryBuffers:
         place.copy(self.rows, np.arange(pool.max_reqs), 0)
         self.groups: list[GroupBuffers] = []
         first = 0
-        for index, group in enumerate(pool.groups()):
-            buffers = GroupBuffers(pool, config, group, place, self.log, first)
-            buffers.bind_plan(self.log, index, pool, place)
-            self.groups.append(buffers)
-            first += len(buffers.tags)
+        for number, group in enumerate(pool.groups()):
+            self.groups.append(GroupBuffers(pool, config, group, place, self.log, number, first))
+            first += len(self.groups[-1].tags)
         # The arrays were filled on CuPy's stream, and the engine may use another.
         place.synchronize()
 

@@ -51,6 +51,7 @@ LAYERS = [
         "canary",
         "canary_buffers",
         "canary_config",
+        "canary_records",
         "diagnosis",
         "doctor",
         "engine_model",
