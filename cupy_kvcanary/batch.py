@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .page_tables import BlockTable, PageList
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,7 +20,7 @@ class Batch:
     tokens; the next step's prefix length ends before those that were rejected, whose slots are simply written again.
     """
 
-    page_table: Any | BlockTable | PageList
+    page_table: Any
     """int32 or int64 [rows, positions] of slots, a `BlockTable` or a `PageList`."""
     prefix_lens: Any
     """[bs]: tokens of each request whose KV is in the pool already."""

@@ -153,10 +153,10 @@ class Canary:
         self._guarded(self._after_forward, batch, input_ids, positions, out_cache_loc)
 
     def poll(self) -> list[Report]:
-        """The reports since the last poll, at most 64. Never waits.
+        """The reports since the last poll, the last 64 of them. Never waits.
 
         Steps that are called poll by themselves. Where steps are replays of a graph, this asks for a new copy of the
-        log after each replay, on CuPy's current stream or, for torch, the stream of the last batch's library.
+        log after each replay, behind what the current stream of the batches' library was given.
         """
         self._guarded(self._poll)
         return self._taken_reports()

@@ -67,7 +67,7 @@ class CanaryCollector:
         plain = {name: counter(name, text) for name, text in _COUNTERS.items()}
         violations = counter("violations", "Violations that were reported, once for each reason of each.", "reason")
         launches = counter("launches", "Launches that ran on the device.", "tag")
-        tokens = gauge("protected_tokens", "Records that were stamped and not forgotten since.")
+        tokens = gauge("protected_tokens", "Cached tokens of the last step's batch, whose records it verified.")
         idle = gauge("seconds_since_last_step", "Seconds since the last step; absent before the first.")
         memory = gauge("memory_bytes", "Memory that the canary took.", "kind")
         for labels, health, taken in canaries:

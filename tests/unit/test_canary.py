@@ -169,13 +169,14 @@ def test_mode_raise_raises_in_the_next_step_before_it_launches(backend: ArrayBac
     engine.damage_token(engine.slot(1, 3))
     engine.step(DECODE)
     engine.canary.buffers.place.synchronize()
-    launched = engine.canary.health().launches
+    log = backend.to_numpy(engine.canary.buffers.log.words).copy()
     with pytest.raises(KvCorruptionError) as raised:
         engine.step(DECODE)
     assert {v.slot for v in raised.value.report.violations} == {engine.slot(1, 4)}
     assert str(raised.value) == str(raised.value.report)
     assert len(engine.reports) == 1
-    del launched
+    engine.canary.buffers.place.synchronize()
+    np.testing.assert_array_equal(backend.to_numpy(engine.canary.buffers.log.words), log)
 
 
 def test_mode_log_writes_a_line_for_each_violation(backend: ArrayBackend, caplog: pytest.LogCaptureFixture) -> None:
