@@ -65,7 +65,10 @@ class Place:
             destination[...] = view_array("source", source).as_numpy()
             return
         with self._cupy.cuda.Device(self.device.index), as_cupy_stream(self._cupy, stream):
-            destination[...] = self._cupy.asarray(source)
+            if isinstance(source, np.ndarray):
+                destination.set(np.ascontiguousarray(source, destination.dtype))  # allocates nothing on the device
+            else:
+                destination[...] = self._cupy.asarray(source)
 
     def stream_of(self, *arrays: Any) -> int | None:
         """The stream that the library of the arrays on the device works on now; None on the CPU."""
