@@ -7,6 +7,8 @@ import ctypes
 import dataclasses
 import functools
 import math
+import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -17,7 +19,7 @@ from .catalogue import error
 from .checks import check_no_overlap, check_one_device, check_writable
 from .compile import cuda_device, import_cupy, is_loaded, kernel_handle
 from .libraries import share
-from .streams import CallersStreams, as_cupy_stream, is_capturing, wait_for
+from .streams import CallersStreams, as_cupy_stream, beside_captures, is_capturing, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,7 +176,7 @@ class PreparedLaunch:
         """The parameter struct; the driver copies it at each launch."""
         self.words = (ctypes.c_uint64 * (launch.args.nbytes // 8)).from_buffer(launch.args.data)
         """The same memory, as numbers of 8 bytes."""
-        self._entry = launch.entry
+        self.entry = launch.entry
         self._driver = driver
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.words))
         self._before_stream = (kernel, launch.grid, 1, 1, launch.block, 1, 1, 0)
@@ -189,7 +191,7 @@ class PreparedLaunch:
         try:
             self._driver.launchKernel(*self._before_stream, stream, *self._behind_stream)
         except self._driver.CUDADriverError as reason:
-            raise error("kv-canary-kernel-must-launch", name=self._entry, got=str(reason)) from reason
+            raise launch_error(self.entry, reason) from reason
 
 
 def _pointer_offsets(dtype: np.dtype[Any], start: int = 0) -> list[int]:
@@ -205,18 +207,22 @@ class PreparedLaunches:
         self._cupy = cupy
         self.launches = launches
         self.streams = CallersStreams(cupy, views)
-        self._device = views[0].device.index
+        self.device = views[0].device.index
         self._current_device = cupy.cuda.runtime.getDevice
         # Behind a capsule is memory that its library may use for something else as soon as the capsule is gone.
         self._is_borrowed = any(view.capsule is not None for view in views)
         self._needs_no_order = not self._is_borrowed and not self.streams.are_several
 
+    def need_no_order(self, stream: Any) -> bool:
+        """Whether nothing but `stream` itself orders them with other work."""
+        return self._needs_no_order or (type(stream) is int and not self._is_borrowed)
+
     def launch(self, stream: Any) -> None:
         """Launch all on `stream`, None for the current stream of the arrays' library."""
-        if self._current_device() != self._device:
-            with self._cupy.cuda.Device(self._device):
+        if self._current_device() != self.device:
+            with self._cupy.cuda.Device(self.device):
                 self._launch_in_order(stream)
-        elif self._needs_no_order or (type(stream) is int and not self._is_borrowed):
+        elif self.need_no_order(stream):
             handle = self.streams.handle(stream)
             for launch in self.launches:
                 launch.launch(handle)
@@ -237,6 +243,63 @@ class PreparedLaunches:
             as_cupy_stream(self._cupy, handle).synchronize()
 
 
+class BoundLaunches:
+    """Launches that stay as they are, as one CUDA graph: the driver takes it faster than a single kernel (measured)."""
+
+    def __init__(self, cupy: Any, prepared: PreparedLaunches, stream: Any) -> None:
+        self._cupy = cupy
+        self._runtime = cupy.cuda.runtime
+        self._prepared = prepared
+        self._stream = stream
+        self._graph: int | None = None
+        self._lock = threading.Lock()  # a graph must not be launched by two threads at once
+        if prepared.need_no_order(stream):
+            graph = _captured(cupy, prepared)
+            self._graph = graph.graphExec
+            # Which has the only reference.
+            weakref.finalize(self, _destroy, [graph]).atexit = False
+
+    def __call__(self) -> None:
+        """Launch all on the stream, None for the current stream of the arrays' library."""
+        if self._graph is None or self._runtime.getDevice() != self._prepared.device:
+            self._prepared.launch(self._stream)
+            return
+        handle = self._prepared.streams.handle(self._stream)
+        if is_capturing(self._cupy, handle):  # into the caller's graph, as kernels of its own
+            self._prepared.launch(self._stream)
+            return
+        try:
+            with self._lock:
+                self._runtime.graphLaunch(self._graph, handle)
+        except self._runtime.CUDARuntimeError as reason:
+            raise launch_error(self._prepared.launches[0].entry, reason) from reason
+
+
+def _captured(cupy: Any, prepared: PreparedLaunches) -> Any:
+    """A graph of the launches; the device must be current."""
+    with beside_captures():
+        stream = cupy.cuda.Stream(non_blocking=True)
+        stream.begin_capture()
+        try:
+            for launch in prepared.launches:
+                launch.launch(stream.ptr)
+        finally:
+            graph = stream.end_capture()
+        del stream
+    return graph
+
+
+def _destroy(graphs: list[Any]) -> None:
+    """Drop the last references to graphs; it may be in the middle of a capture."""
+    with beside_captures():
+        graphs.clear()
+
+
+def launch_error(entry: str, reason: Exception) -> Exception:
+    """What CUDA said to the launch of a kernel."""
+    return error("kv-canary-kernel-must-launch", name=entry, got=str(reason))
+
+
 def check_warmed_up(missing: list[str], is_capturing: bool) -> None:
     """Kernels that are not loaded yet cannot be while a graph is captured."""
     if missing and is_capturing:
@@ -254,8 +317,10 @@ class CudaBackend:
         """See `Backend.bind`."""
         all_prepared = [self.prepare(*call) for call in calls]
         launches = [launch for prepared in all_prepared for launch in prepared.launches]
-        together = PreparedLaunches(import_cupy(), launches, [view for call in calls for view in call.views])
-        return functools.partial(together.launch, calls[0].stream)
+        cupy = import_cupy()
+        together = PreparedLaunches(cupy, launches, [view for call in calls for view in call.views])
+        with cuda_device(together.device):
+            return BoundLaunches(cupy, together, calls[0].stream)
 
     def prepare(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> PreparedLaunches:
         """Every kernel is at hand before the first is launched: outputs stay untouched if one does not compile."""

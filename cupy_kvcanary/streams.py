@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +13,7 @@ from .catalogue import error
 from .libraries import is_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
     from .arrays import ArrayView
 
@@ -48,6 +51,26 @@ def is_capturing(cupy: Any, handle: int) -> bool:
     """Whether a graph is being captured on a stream."""
     # The legacy stream is never captured, and may not even be asked while another one is.
     return handle > LEGACY_STREAM and bool(cupy.cuda.runtime.streamIsCapturing(handle))
+
+
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """For what allocates or frees: it neither fails for a graph that some thread captures, nor breaks that capture."""
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """CuPy does not have the call."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def wait_for(cupy: Any, *, waiting: Collection[int], waited_for: Collection[int]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,6 +141,52 @@ def test_replays_read_what_the_arrays_hold_then(library: str) -> None:
         replay()
         cupy.cuda.Device().synchronize()
         assert to_numpy(arguments["out_verify_num_valid"]).tolist() == [2 * prefix_len]
+
+
+@pytest.mark.parametrize("where", ["the same thread", "another thread"])
+def test_a_bound_launch_may_come_and_go_while_a_graph_is_captured(where: str) -> None:
+    """In the mode that forbids every thread whatever may allocate."""
+    import cupy
+
+    launcher, make = LAUNCHES["plan_offsets"]
+    arguments, _ = converted(make(), converter("cupy"))
+    launcher(**arguments)
+    counter = cupy.zeros(1)
+    add_one = cupy.ElementwiseKernel("", "float64 x", "x += 1", "kvc_add_one")
+    add_one(counter)
+    expected = [array.copy() for array in outputs_of(arguments)]
+    if where == "another thread":
+        for array in outputs_of(arguments):
+            array[...] = 7
+    cupy.cuda.Device().synchronize()
+
+    capturing, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+
+    def bind_and_launch() -> None:
+        with other:
+            launcher.bind(**arguments)()
+
+    with capturing:
+        capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        add_one(counter)
+    if where == "the same thread":
+        launcher.bind(**arguments)
+    else:
+        thread = threading.Thread(target=bind_and_launch)
+        thread.start()
+        thread.join()
+    with capturing:
+        add_one(counter)
+        graph = capturing.end_capture()
+    graph.launch(capturing)
+    cupy.cuda.Device().synchronize()
+    assert counter.item() == 3
+    for array, value in zip(outputs_of(arguments), expected, strict=True):
+        cupy.testing.assert_array_equal(array, value)
+
+
+def outputs_of(arguments: dict[str, Any]) -> list[Any]:
+    return [arguments[name] for name in sorted(arguments) if name.startswith("out_") and arguments[name] is not None]
 
 
 def test_what_allocates_says_so_inside_a_capture() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_kvcanary import KvCanaryError, launch, launch_plan_offsets_kernel
+from cupy_kvcanary import KvCanaryError, KvCanaryRuntimeError, launch, launch_plan_offsets_kernel
 from cupy_kvcanary.launcher import Launcher
 from cupy_kvcanary.ops.plan_offsets import PLAN_OFFSETS_ARGS
 from tests.helpers.plan_offsets import make_arguments
@@ -40,6 +40,9 @@ class Driver:
     def __init__(self) -> None:
         self.launched: list[np.ndarray[Any, Any]] = []
         self.streams: list[int] = []
+        self.graphs_launched: list[tuple[int, int]] = []
+        self.capturing: set[int] = set()
+        self.runtime = SimpleNamespace()
 
     def launchKernel(self, *arguments: Any) -> None:  # noqa: N802
         *_, stream, parameters, _ = arguments
@@ -49,20 +52,48 @@ class Driver:
         self.streams.append(stream)
 
 
+class CaptureStream:
+    """A stream that a graph is captured on."""
+
+    ptr = 99
+
+    def __init__(self, non_blocking: bool) -> None:
+        assert non_blocking
+
+    def begin_capture(self) -> None:
+        pass
+
+    def end_capture(self) -> Any:
+        return Graph()
+
+
+class Graph:
+    graphExec = 4  # noqa: N815
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    runtime = SimpleNamespace(getDevice=lambda: 0, getDeviceCount=lambda: 1, streamIsCapturing=lambda handle: 0)
+    runtime = SimpleNamespace(
+        getDevice=lambda: 0,
+        getDeviceCount=lambda: 1,
+        streamIsCapturing=driver.capturing.__contains__,
+        graphLaunch=lambda graph, stream: driver.graphs_launched.append((graph, stream)),
+    )
     cuda = SimpleNamespace(
         driver=driver,
         runtime=runtime,
         Device=lambda index: nullcontext(),
+        Stream=CaptureStream,
         get_current_stream=lambda *_: SimpleNamespace(ptr=STREAM),
     )
     runtime.CUDARuntimeError = Driver.CUDADriverError
+    driver.runtime = runtime
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Ndarray, cuda=cuda))
     monkeypatch.setattr(launch, "kernel_handle", lambda *key: 1)
     monkeypatch.setattr(launch, "is_loaded", lambda *key: True)
+    monkeypatch.setattr(launch, "beside_captures", nullcontext)
+    monkeypatch.setattr(launch, "_destroy", list.clear)  # outlives the test
     return driver
 
 
@@ -91,13 +122,13 @@ def pointers(arguments: dict[str, Any]) -> dict[str, int]:
     return {name: value.data.ptr for name, value in arguments.items() if isinstance(value, Ndarray)}
 
 
-def assert_launched(driver: Driver, arguments: dict[str, Any]) -> None:
+def assert_launched(driver: Driver, arguments: dict[str, Any], stream: int = STREAM) -> None:
     args = driver.launched[-1]
     for name, pointer in pointers(arguments).items():
         field = args["page_table"]["entries"] if name == "req_to_token" else args[name]
         assert field == pointer, name
     assert args["verify_capacity"] == arguments["verify_capacity"]
-    assert driver.streams[-1] == STREAM
+    assert driver.streams[-1] == stream
 
 
 def test_a_form_is_checked_in_full_once(driver: Driver) -> None:
@@ -176,11 +207,30 @@ def test_one_array_for_two_inputs_is_checked_each_time(driver: Driver) -> None:
     assert plan.checks == 2
 
 
-def test_a_bound_launch_takes_the_arrays_that_were_bound(driver: Driver) -> None:
+def test_a_bound_launch_is_a_graph_of_what_was_bound(driver: Driver) -> None:
     arguments = on_device()
     bound = launch_plan_offsets_kernel.bind(**arguments)
-    assert driver.launched == []
+    assert_launched(driver, arguments, CaptureStream.ptr)
     bound()
     bound()
-    assert_launched(driver, arguments)
-    assert len(driver.launched) == 2
+    assert driver.graphs_launched == [(Graph.graphExec, STREAM)] * 2
+    assert len(driver.launched) == 1
+
+
+def test_a_bound_launch_goes_into_the_graph_that_its_caller_captures(driver: Driver) -> None:
+    bound = launch_plan_offsets_kernel.bind(**on_device())
+    driver.capturing.add(STREAM)
+    bound()
+    assert driver.streams == [CaptureStream.ptr, STREAM]
+    assert driver.graphs_launched == []
+
+
+def test_a_bound_launch_that_cuda_refuses_says_why(driver: Driver) -> None:
+    bound = launch_plan_offsets_kernel.bind(**on_device())
+
+    def refuse(graph: int, stream: int) -> None:
+        raise Driver.CUDADriverError("cudaErrorNoDevice")
+
+    driver.runtime.graphLaunch = refuse
+    with pytest.raises(KvCanaryRuntimeError, match="kernel kvc_plan_offsets must launch, got cudaErrorNoDevice"):
+        bound()
