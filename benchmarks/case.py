@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from cupy_kvcanary import bind_all
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -56,15 +58,9 @@ def prepared(
         for launcher, arguments in launches:
             launcher(**arguments)
 
-    bound = [launcher.bind(**arguments) for launcher, arguments in launches]
-
-    def call_bound() -> None:
-        for launch in bound:
-            launch()
-
     return Prepared(
         call=call,
-        bound=bound[0] if len(bound) == 1 else call_bound,
+        bound=bind_all(launches),
         written=written,
         peer=peer,
         launches=launches,

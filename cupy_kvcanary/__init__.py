@@ -18,6 +18,7 @@ from .constants import (
 from .errors import KvCanaryError, KvCanaryRuntimeError, KvCanaryWarning, KvCorruptionError
 from .health import Health, Watchdog
 from .installation import __version__
+from .launcher import bind_all
 from .ops.canary_plan import launch_canary_plan_kernels
 from .ops.move import (
     launch_canary_copy_records_kernel,
@@ -71,6 +72,7 @@ __all__ = [
     "Watchdog",
     "WritePlan",
     "__version__",
+    "bind_all",
     "forget_chain",
     "launch_canary_copy_records_kernel",
     "launch_canary_export_records_kernel",

@@ -401,6 +401,14 @@ _ENTRIES = (
         prevention="Leave stream at None unless the launch must go on a stream that is not current.",
     ),
     CatalogueEntry(
+        slug="kv-canary-stream-must-be-the-same",
+        message="stream must be the same in all calls, {expected}, got {got}",
+        trigger="bind_all was given calls for different streams.",
+        cause="A stream in the arguments of some of the calls only.",
+        fix="give all calls the same stream, or none",
+        prevention="Bind what runs on another stream on its own.",
+    ),
+    CatalogueEntry(
         slug="kv-canary-stream-must-be-none-for-cpu-arrays",
         message="stream must be None for CPU arrays, got {got}",
         trigger="A stream was given, but the arrays are in host memory.",

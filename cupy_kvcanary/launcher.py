@@ -15,6 +15,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec
 
 from .buffers import VerifyOrWriteContext, chains_generation
+from .catalogue import error
+from .checks import check_length_at_least, check_one_device
 from .launch import BACKENDS, Backend, Call, CudaBackend, PreparedLaunches
 from .page_tables import BlockTable, PageList
 from .types import VerifyPlan, WritePlan
@@ -78,8 +80,27 @@ class Launcher(Generic[P]):
 
 
 def bind_all(calls: Iterable[tuple[Launcher[Any], Mapping[str, Any]]]) -> BoundLaunch:
-    """Several launchers with their arguments, on one device and stream, as one object that launches all of them."""
-    return BoundLaunch([launcher._check(**arguments) for launcher, arguments in calls])
+    """Check several launches once, for one object that only launches them, in order, when it is called.
+
+    On a GPU they are one CUDA graph: a whole step costs the host less than a single launch would.
+
+    Parameters
+    ----------
+    calls : launchers with their keyword arguments, all on one device and for the same `stream`.
+
+    Raises
+    ------
+    KvCanaryError
+        There are no calls, or an argument is wrong. Nothing was launched.
+
+    """
+    checked = [launcher._check(**arguments) for launcher, arguments in calls]
+    check_length_at_least("calls", len(checked), 1)
+    check_one_device({f"{name} of call {i}": view for i, call in enumerate(checked) for name, view in call.named_views})
+    for call in checked:
+        if call.stream != checked[0].stream:
+            raise error("kv-canary-stream-must-be-the-same", expected=checked[0].stream, got=call.stream)
+    return BoundLaunch(checked)
 
 
 def _backend_of(call: Call) -> Backend:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from cupy_kvcanary import KvCanaryError, KvCanaryRuntimeError, VerifyPlan, launch_plan_offsets_kernel, plan_offsets
+from cupy_kvcanary import (
+    KvCanaryError,
+    KvCanaryRuntimeError,
+    VerifyPlan,
+    bind_all,
+    launch_plan_offsets_kernel,
+    plan_offsets,
+)
 from cupy_kvcanary import sources as sources_module
 from cupy_kvcanary.arrays import Device, view_array
 from cupy_kvcanary.catalogue import CATALOGUE, as_markdown, find_entry
@@ -283,8 +290,14 @@ def raises_on_allocation_in_a_capture() -> None:
         BACKENDS["cuda"].allocate_zeros(4, "int64", Device("cuda", 0), 1234)
 
 
+def raises_on_two_streams() -> None:
+    arguments = make_arguments([2], [1], [1], TABLE)
+    bind_all([(launch_plan_offsets_kernel, arguments | {"stream": stream}) for stream in (1, 2)])
+
+
 OTHER_CALLS: dict[str, Callable[[], object]] = {
     "kv-canary-must-not-require-grad": lambda: view_array("prefix_lens", RequiresGrad()),
+    "kv-canary-stream-must-be-the-same": raises_on_two_streams,
     "kv-canary-stream-must-be-a-stream": lambda: _stream_of_no_kind(),
     "kv-canary-cupy-must-be-installed": raises_without_cupy,
     "kv-canary-sources-must-be-installed": raises_without_sources,

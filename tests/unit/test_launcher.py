@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_kvcanary import KvCanaryError, KvCanaryRuntimeError, launch, launch_plan_offsets_kernel
+from cupy_kvcanary import KvCanaryError, KvCanaryRuntimeError, bind_all, launch, launch_plan_offsets_kernel
 from cupy_kvcanary.launcher import Launcher
 from cupy_kvcanary.ops.plan_offsets import PLAN_OFFSETS_ARGS
 from tests.helpers.plan_offsets import make_arguments
@@ -234,3 +234,34 @@ def test_a_bound_launch_that_cuda_refuses_says_why(driver: Driver) -> None:
     driver.runtime.graphLaunch = refuse
     with pytest.raises(KvCanaryRuntimeError, match="kernel kvc_plan_offsets must launch, got cudaErrorNoDevice"):
         bound()
+
+
+def test_several_launches_are_bound_as_one_graph(driver: Driver) -> None:
+    both = [on_device(), on_device()]
+    bound = bind_all((launch_plan_offsets_kernel, arguments) for arguments in both)
+    assert len(driver.launched) == 2
+    assert_launched(driver, both[1], CaptureStream.ptr)
+    bound()
+    assert driver.graphs_launched == [(Graph.graphExec, STREAM)]
+
+
+def test_launches_on_host_arrays_are_bound_together() -> None:
+    one, other = make_arguments([2], [5], [1], TABLE), make_arguments([3], [4], [1], TABLE)
+    bind_all([(launch_plan_offsets_kernel, one), (launch_plan_offsets_kernel, other)])()
+    assert one["out_verify_num_valid"][0] == 5
+    assert other["out_verify_num_valid"][0] == 4
+
+
+def test_nothing_cannot_be_bound() -> None:
+    with pytest.raises(KvCanaryError, match="calls length must be >= 1, got 0"):
+        bind_all([])
+
+
+def test_launches_of_two_devices_cannot_be_bound_together(driver: Driver) -> None:
+    with pytest.raises(KvCanaryError, match=r"of call 1 must be on .* of call 0's device"):
+        bind_all(
+            [
+                (launch_plan_offsets_kernel, on_device()),
+                (launch_plan_offsets_kernel, make_arguments([2], [5], [1], TABLE)),
+            ]
+        )
