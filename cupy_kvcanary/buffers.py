@@ -20,6 +20,7 @@ from .checks import (
     check_at_most,
     check_contiguous,
     check_dtype,
+    check_fits_int32,
     check_int,
     check_length,
     check_multiple,
@@ -37,6 +38,7 @@ from .constants import (
     REAL_KV_ALIGNMENT,
     VIOLATION_DETAIL_FIELDS,
     VIOLATION_FIELDS,
+    WIDE_KV_BYTES,
     RealKvHashMode,
 )
 from .launch import BACKENDS
@@ -233,6 +235,11 @@ class CanaryBufferView:
     enable_chain_position_assert: Any | None
     real_kv_sources: tuple[RealKvSourceView, ...]
 
+    @property
+    def hashes_wide_kv(self) -> bool:
+        """Whether a slot has so many KV bytes in a source that a warp does better to load its slots' together."""
+        return any(source.num_hashed_bytes >= WIDE_KV_BYTES for source in self.real_kv_sources)
+
 
 _REAL_KV_SOURCE_ARGS = np.dtype(
     [
@@ -340,6 +347,7 @@ def _view_context(context: VerifyOrWriteContext) -> CanaryBufferView:
             "kv-canary-length-must-be-at-least", name="slot of canary_buf", least=CANARY_SLOT_BYTES, got=slot_stride
         )
     check_multiple("slot stride of canary_buf in bytes", slot_stride, 8)
+    check_fits_int32("slot stride of canary_buf in bytes", slot_stride)
     check_aligned("canary_buf", records, 8)
     # The kernels divide slots in 32 bits.
     check_at_most("slots of canary_buf", num_slots, 2**32 - 1)

@@ -53,10 +53,14 @@ INT32_MAX: Final = 2**31 - 1
 
 # Launch geometry of the verify kernels; measured (docs/performance.md).
 VERIFY_THREADS: Final = 256
-VERIFY_ROWS: Final = 1
-"""Rows of 32 entries that a warp has in flight."""
 VERIFY_BLOCKS: Final = 4
 """Blocks on a multiprocessor that the compiler makes room for, and that a launch has."""
+VERIFY_LARGE_BLOCKS: Final = 2
+"""The same of the kernels that take more registers: for groups of buffers and for wide KV sources."""
+VERIFY_GROUP: Final = 4
+"""Buffers that a warp of the kernels for groups looks at together."""
+WIDE_KV_BYTES: Final = 256
+"""Hashed bytes of a slot from which on a warp does better to load those of its slots together."""
 
 # Launch geometry of the write kernels; measured (docs/performance.md).
 WRITE_THREADS: Final = 128

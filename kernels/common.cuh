@@ -145,13 +145,20 @@ struct RealKvSource {
   i64 page_size;
   i64 num_bytes_per_token;
   i64 num_hashed_bytes;  // of a slot, a multiple of 16
+
+  // Of a slot that the buffer has.
+  __device__ __forceinline__ const unsigned char* bytes(i64 slot) const {
+    const unsigned row = static_cast<unsigned>(slot) / static_cast<unsigned>(page_size);
+    const i64 token_in_row = slot - static_cast<i64>(row) * page_size;
+    return tensor + static_cast<i64>(row) * row_stride + token_in_row * num_bytes_per_token;
+  }
 };
 
 // One canary buffer with what it checks against and where it reports.
 struct CanaryBuffer {
   unsigned char* canary_buf;
   i64 num_slots;  // below 2^32, and every source covers them (checked on the host)
-  i64 slot_stride;
+  i64 slot_stride;  // below 2^31 (checked on the host)
   i64 kernel_kind;
   i64* violation_ring;
   i64* violation_details;  // null: none
@@ -164,10 +171,12 @@ struct CanaryBuffer {
   i64 num_real_kv_sources;  // 0 also where the mode is NONE
   RealKvSource real_kv_sources[kMaxRealKvSources];
 
-  __device__ __forceinline__ bool has_slot(i64 slot) const { return slot >= 0 && slot < num_slots; }
+  __device__ __forceinline__ bool has_slot(i64 slot) const { return static_cast<u64>(slot) < static_cast<u64>(num_slots); }
 
+  // Of a slot that the buffer has.
   __device__ __forceinline__ u64* record(i64 slot) const {
-    return reinterpret_cast<u64*>(canary_buf + slot * slot_stride);
+    const u64 offset = static_cast<u64>(static_cast<unsigned>(slot)) * static_cast<unsigned>(slot_stride);
+    return reinterpret_cast<u64*>(canary_buf + offset);
   }
 
   // For 16 bytes at once. Uniform over the launch; a stride of 40 is legal.
@@ -209,10 +218,7 @@ struct CanaryBuffer {
     u64 hash = 0;
     for (i64 s = 0; s < num_real_kv_sources; ++s) {
       const RealKvSource& source = real_kv_sources[s];
-      const unsigned row = static_cast<unsigned>(slot) / static_cast<unsigned>(source.page_size);
-      const i64 token_in_row = slot - static_cast<i64>(row) * source.page_size;
-      const unsigned char* bytes =
-          source.tensor + static_cast<i64>(row) * source.row_stride + token_in_row * source.num_bytes_per_token;
+      const unsigned char* bytes = source.bytes(slot);
       u64 source_hash = 0;
 #pragma unroll 4
       for (i64 offset = 0; offset < source.num_hashed_bytes; offset += 16) {

@@ -37,7 +37,7 @@ from ..checks import (
     check_rank,
     check_window,
 )
-from ..constants import VERIFY_BLOCKS, VERIFY_ROWS, VERIFY_THREADS
+from ..constants import VERIFY_BLOCKS, VERIFY_GROUP, VERIFY_LARGE_BLOCKS, VERIFY_THREADS
 from ..launch import Call, Launch, Operation, ceil_div, named_views
 from ..launcher import Launcher
 from ..page_tables import (
@@ -110,8 +110,8 @@ VERIFY_BATCH_ARGS = np.dtype(
 )
 """Twin of `VerifyBatchArgs` in kernels/verify.cu."""
 
-# Blocks for each buffer: one wave on a GPU of 132 multiprocessors, the largest there is (measured).
-_MAX_BLOCKS = 132 * VERIFY_BLOCKS
+# Launches have one wave of blocks on a GPU of so many, the largest there is (measured).
+_MULTIPROCESSORS = 132
 
 
 @Launcher
@@ -345,11 +345,17 @@ def _options_args(
 
 
 def _launch(
-    entry: str, chain: Chain, num_buffers: int, verify_capacity: int, args: np.ndarray[Any, Any]
+    entry: str,
+    chain: Chain,
+    num_groups: int,
+    verify_capacity: int,
+    args: np.ndarray[Any, Any],
+    blocks_at_once: int = VERIFY_BLOCKS,
 ) -> list[Launch]:
-    blocks = min(_MAX_BLOCKS, max(1, ceil_div(verify_capacity, VERIFY_THREADS * VERIFY_ROWS)))
+    """For `num_groups` of buffers: each has blocks of its own, as many as the GPU has at once, or fewer."""
+    blocks = min(_MULTIPROCESSORS * blocks_at_once, max(1, ceil_div(verify_capacity, VERIFY_THREADS)))
     suffix = "" if chain == "splitmix64" else "_affine"
-    return [Launch("verify", f"{entry}{suffix}", blocks * num_buffers, VERIFY_THREADS, args)]
+    return [Launch("verify", f"{entry}{suffix}", blocks * num_groups, VERIFY_THREADS, args)]
 
 
 def _verify_launches(
@@ -439,8 +445,15 @@ def _verify_batch_launches(
         and not any(buffer.real_kv_sources for buffer in buffers)
         and not any((buffer.canary_buf.pointer | buffer.slot_stride) % 16 for buffer in buffers)
     )
-    entry = "kvc_verify_batch_plain" if is_plain else "kvc_verify_batch"
-    return _launch(entry, chain, len(buffers), min(verify_capacity, _most_entries(page_table, bs)), args)
+    num_groups, blocks_at_once, entry = len(buffers), VERIFY_BLOCKS, "kvc_verify_batch"
+    if is_plain and num_groups % VERIFY_GROUP == 0 and len({buffer.num_slots for buffer in buffers}) == 1:
+        num_groups, blocks_at_once = num_groups // VERIFY_GROUP, VERIFY_LARGE_BLOCKS
+        entry = "kvc_verify_batch_plain_fours"
+    elif is_plain:
+        entry = "kvc_verify_batch_plain"
+    elif any(buffer.hashes_wide_kv for buffer in buffers):
+        blocks_at_once, entry = VERIFY_LARGE_BLOCKS, "kvc_verify_batch_wide"
+    return _launch(entry, chain, num_groups, min(verify_capacity, _most_entries(page_table, bs)), args, blocks_at_once)
 
 
 def _most_entries(page_table: PageTableView, bs: int) -> int:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
+from cupy_kvcanary.launch import BACKENDS, Launch, NumpyBackend, Operation
 from cupy_kvcanary.ops.plan_offsets import launch_plan_offsets_kernel
 from cupy_kvcanary.ops.verify import launch_canary_verify_batch_kernel, launch_canary_verify_kernel
 from cupy_kvcanary.types import VerifyPlan
 from tests.helpers.buffers import HostBuffer, link, signed, splitmix64
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from cupy_kvcanary import VerifyOrWriteContext
     from tests.helpers.backends import ArrayBackend
 
 ANCHOR = splitmix64(0xC0FFEE1234567890)
@@ -171,10 +174,11 @@ def verify_plan(
 
 
 def verify_batch(backend: ArrayBackend, buffers: Sequence[HostBuffer], batch: Batch, **options: Any) -> int:
-    """Plan offsets, then the batch launcher; the buffers then hold the results. The status."""
+    """Plan offsets, unless they are given, then the batch launcher; the buffers then hold the results. The status."""
     bs = len(batch.rows)
     array = backend.array
     capacity = options.pop("verify_capacity", 10**6)
+    offsets, given_num_valid = options.pop("offsets", None), options.pop("num_valid", 0)
     said_bs = options.pop("bs_on_device", None)
     shared = {
         "req_pool_indices": array(np.array(batch.rows, np.int64)),
@@ -186,19 +190,20 @@ def verify_batch(backend: ArrayBackend, buffers: Sequence[HostBuffer], batch: Ba
         "out_status": array(np.zeros(1, np.int32)),
         "bs": None if said_bs is None else array(np.array([said_bs], np.int32)),
     }
-    scratch = array(np.zeros(bs + 1, np.int64))
-    num_valid, enable = array(np.zeros(1, np.int32)), array(np.zeros(1, np.int32))
-    launch_plan_offsets_kernel(
-        **shared,
-        extend_seq_lens=array(np.zeros(bs, np.int64)),
-        out_verify_offsets_scratch=scratch,
-        out_write_offsets=array(np.zeros(bs + 1, np.int64)),
-        out_write_seed_slot_indices=array(np.zeros(bs, np.int64)),
-        out_verify_num_valid=num_valid,
-        out_verify_enable=enable,
-        out_write_num_valid_reqs=array(np.zeros(1, np.int32)),
-        bs_block_size=bs,
-    )
+    scratch = array(np.zeros(bs + 1, np.int64) if offsets is None else np.array(offsets, np.int64))
+    num_valid, enable = array(np.array([given_num_valid], np.int32)), array(np.ones(1, np.int32))
+    if offsets is None:
+        launch_plan_offsets_kernel(
+            **shared,
+            extend_seq_lens=array(np.zeros(bs, np.int64)),
+            out_verify_offsets_scratch=scratch,
+            out_write_offsets=array(np.zeros(bs + 1, np.int64)),
+            out_write_seed_slot_indices=array(np.zeros(bs, np.int64)),
+            out_verify_num_valid=num_valid,
+            out_verify_enable=enable,
+            out_write_num_valid_reqs=array(np.zeros(1, np.int32)),
+            bs_block_size=bs,
+        )
     contexts = [buffer.on_device(backend) for buffer in buffers]
     pool, lens = batch.expected, batch.valid_lens
     launch_canary_verify_batch_kernel(
@@ -216,3 +221,37 @@ def verify_batch(backend: ArrayBackend, buffers: Sequence[HostBuffer], batch: Ba
     for buffer, context in zip(buffers, contexts, strict=True):
         buffer.read_back(backend, context)
     return int(backend.to_numpy(shared["out_status"])[0])
+
+
+class _Recorder(NumpyBackend):
+    """Keeps the launches that would have been made."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    def run(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
+        self.launches += operation.launches(**arguments)
+
+
+def batch_launch(contexts: Sequence[VerifyOrWriteContext], **changed: Any) -> Launch:
+    """The launch for a batch of two requests in a table of three columns, with some arguments replaced."""
+    arguments = {
+        "req_pool_indices": np.array([1, 2]),
+        "prefix_lens": np.array([2, 3]),
+        "req_to_token": np.zeros((3, 3), np.int32),
+        "full_to_swa_index_mapping": None,
+        "verify_offsets_scratch": np.array([0, 2, 5]),
+        "verify_num_valid": np.array([5], np.int32),
+        "verify_enable": np.ones(1, np.int32),
+        "req_to_verify_expected_tokens": None,
+        "req_to_verify_expected_tokens_valid_lens": None,
+        "kv_token_id_vs_position_offset": 0,
+        "swa_window_size": 0,
+        "verify_capacity": 10**6,
+        "check_verify_expected_token": False,
+    }
+    recorder = _Recorder()
+    with mock.patch.dict(BACKENDS, cpu=recorder):
+        launch_canary_verify_batch_kernel(context=contexts, **arguments | changed)
+    (launch,) = recorder.launches
+    return launch

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_kvcanary import KvCanaryError, StatusBit
+from cupy_kvcanary import BlockTable, KvCanaryError, StatusBit
 from cupy_kvcanary.buffers import CHAINS, forget_chain, remember_chain
+from cupy_kvcanary.constants import WIDE_KV_BYTES
+from cupy_kvcanary.launch import BACKENDS, NumpyBackend
 from cupy_kvcanary.ops.verify import launch_canary_verify_kernel
+from tests.helpers.backends import ArrayBackend
 from tests.helpers.buffers import HostBuffer, HostSource, link, signed
 from tests.helpers.golden import GoldenFile
 from tests.helpers.verify import (
     ANCHOR,
     Batch,
     Entry,
+    batch_launch,
     expected_skips,
     expected_violations,
     make_plan,
@@ -28,7 +33,7 @@ from tests.helpers.verify import (
 )
 
 if TYPE_CHECKING:
-    from tests.helpers.backends import ArrayBackend
+    from collections.abc import Sequence
 
 GOLDEN = GoldenFile("verify.npz")
 
@@ -447,6 +452,240 @@ def test_many_buffers_in_one_launch(backend: ArrayBackend) -> None:
     assert all(buffer.slot_run_counter == 6 for buffer in buffers)
 
 
+# -- the kernels of a batch ---------------------------------------------------------------------------------------
+
+Kind = Literal["general", "wide", "plain", "fours"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def buffers_for(kind: Kind, num_slots: int, **options: Any) -> list[HostBuffer]:
+    """Empty buffers, with which a batch of int32 slots, without mapping and expected tokens, takes the kernel."""
+    if kind == "wide":
+        kv = np.random.default_rng(0).integers(0, 256, (num_slots, 272), dtype=np.uint8)
+        options |= {"sources": [HostSource(kv, 1, 272, 272)], "mode": 2}
+    return [
+        HostBuffer.empty(num_slots, 40 if kind == "general" else 32, kernel_kind=i, **options)
+        for i in range(4 if kind == "fours" else 1)
+    ]
+
+
+def source_of(hashed: int, num_slots: int = 64, *, page_size: int = 1, behind: int = 0) -> HostSource:
+    """Random KV bytes: `hashed` of them in each slot, and `behind` that are not."""
+    width = hashed + behind
+    kv = np.random.default_rng(hashed).integers(0, 256, (num_slots // page_size, page_size * width), dtype=np.uint8)
+    return HostSource(kv, page_size, width, hashed)
+
+
+def entry_of(buffers: Sequence[HostBuffer], **changed: Any) -> str:
+    """The kernel that a batch takes, without what all names begin with."""
+    contexts = [buffer.on_device(ArrayBackend("numpy")) for buffer in buffers]
+    return batch_launch(contexts, **changed).entry.removeprefix("kvc_verify_batch")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_for_a_kernel_take_it(kind: Kind) -> None:
+    assert entry_of(buffers_for(kind, 8)) == {"general": "", "fours": "_plain_fours"}.get(kind, f"_{kind}")
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("num_buffers", range(1, 13))
+def test_buffers_are_looked_at_by_the_four(num_buffers: int, chain: str) -> None:
+    suffix = "_affine" if chain == "affine" else ""
+    buffers = [HostBuffer.empty(8) for _ in range(num_buffers)]
+    assert entry_of(buffers, chain=chain) == ("_plain" if num_buffers % 4 else "_plain_fours") + suffix
+
+
+STRIDE_40 = HostBuffer.empty(8, 40)
+AT_8_BYTES = HostBuffer(np.zeros((9, 32), np.uint8).reshape(-1)[8:264].reshape(8, 32))
+
+
+@pytest.mark.parametrize(
+    ("last", "changed", "entry"),
+    [
+        # Buffers of one group have as many slots; what else differs does not matter.
+        (HostBuffer.empty(9), {}, "_plain"),
+        (HostBuffer.empty(8, 48), {}, "_plain_fours"),
+        (HostBuffer.empty(8, is_detailed=True), {}, "_plain_fours"),
+        # Records of 16-byte parts.
+        (STRIDE_40, {}, ""),
+        (AT_8_BYTES, {}, ""),
+        # Entries that are slots, and nothing but their records to check.
+        (None, {"req_to_token": np.zeros((3, 3), np.int64)}, ""),
+        (None, {"req_to_token": BlockTable(block_table=np.zeros((3, 3), np.int32), page_size=1)}, ""),
+        (None, {"full_to_swa_index_mapping": np.zeros(8, np.int64)}, ""),
+        (None, {"check_verify_expected_token": True}, ""),
+        (None, {"swa_window_size": 2, "check_holes": True, "padding_slot": None}, "_plain_fours"),
+        (HostBuffer.empty(8, sources=[source_of(16, 8)], mode=0), {}, "_plain_fours"),
+        # KV bytes, by the widest source.
+        (HostBuffer.empty(8, sources=[source_of(16, 8)], mode=2), {}, ""),
+        (HostBuffer.empty(8, sources=[source_of(WIDE_KV_BYTES - 16, 8, behind=16)], mode=2), {}, ""),
+        (HostBuffer.empty(8, sources=[source_of(WIDE_KV_BYTES, 8)], mode=2), {}, "_wide"),
+        (HostBuffer.empty(8, sources=[source_of(16, 8), source_of(WIDE_KV_BYTES, 8)], mode=2), {}, "_wide"),
+        (HostBuffer.empty(9, 40, sources=[source_of(WIDE_KV_BYTES, 9)], mode=2), {}, "_wide"),
+        (
+            HostBuffer.empty(8, sources=[source_of(WIDE_KV_BYTES, 8)], mode=2),
+            {"full_to_swa_index_mapping": np.zeros(8, np.int64), "check_verify_expected_token": True},
+            "_wide",
+        ),
+        (HostBuffer.empty(8, sources=[source_of(WIDE_KV_BYTES, 8)], mode=1), {}, ""),
+    ],
+)
+def test_a_batch_takes_a_kernel_with_what_it_needs(
+    last: HostBuffer | None, changed: dict[str, Any], entry: str
+) -> None:
+    """The fourth of four buffers decides as well as the first."""
+    others = [HostBuffer.empty(8) for _ in range(3)]
+    last = last or HostBuffer.empty(8)
+    assert entry_of([*others, last], **changed) == entry
+    assert entry_of([last, *others], **changed) == entry
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_entries", "blocks"),
+    [
+        *((kind, n, blocks) for kind in KINDS for n, blocks in ((1, 1), (256, 1), (257, 2))),
+        ("general", 2**20, 528),
+        ("plain", 2**20, 528),
+        ("wide", 2**20, 264),
+        ("fours", 2**20, 264),
+    ],
+)
+def test_blocks_of_a_batch(kind: Kind, num_entries: int, blocks: int) -> None:
+    """A block for 256 entries, up to as many as a GPU has at once, for each buffer or four of them."""
+    buffers = [*buffers_for(kind, 8), *buffers_for(kind, 8)]
+    contexts = [buffer.on_device(ArrayBackend("numpy")) for buffer in buffers]
+    for changed in (
+        {"req_to_token": np.zeros((1, num_entries), np.int32), "bs": 1, "verify_capacity": 2**21},
+        {"req_to_token": np.zeros((1, 2**21), np.int32), "bs": 1, "verify_capacity": num_entries},
+    ):
+        launch = batch_launch(contexts, **changed)
+        assert (launch.grid, launch.block) == (2 * blocks, 256)
+    assert launch.args.nbytes < 4096
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_of_several_rows(backend: ArrayBackend, kind: Kind) -> None:
+    """70 entries to a warp, with the ends of requests between them; each buffer has damage of its own."""
+    lens = [200, 1, 0, 170, 189]
+    rng = np.random.default_rng(0)
+    num_slots = sum(lens) + 1
+    table = np.zeros((6, 200), np.int32)
+    buffers = buffers_for(kind, num_slots, ring_capacity=600, is_detailed=True)
+    slots = np.split(rng.permutation(num_slots - 1) + 1, np.cumsum(lens)[:-1])
+    for row, length in enumerate(lens, 1):
+        table[row, :length] = slots[row - 1]
+        for buffer in buffers:
+            buffer.stamp(slots[row - 1].tolist(), rng.integers(0, 1000, length).tolist())
+    batch = Batch(table, [1, 2, 3, 4, 5], lens)
+    one_block = {"_MULTIPROCESSORS": 1, "VERIFY_BLOCKS": 1, "VERIFY_LARGE_BLOCKS": 1}
+    with mock.patch.multiple("cupy_kvcanary.ops.verify", **one_block):
+        verify_batch(backend, buffers, batch)
+        assert [buffer.violations for buffer in buffers] == [[]] * len(buffers)
+        for buffer in buffers:
+            for slot in rng.integers(1, num_slots, 5):
+                buffer.set_record(int(slot), 1001)
+        table[1, [7, 99]], table[4, [0, 31, 32]], table[5, 188] = 0, num_slots, -1
+        expected = [
+            expected_violations(buffer, batch.entries(), check_tokens=False, origins=batch.origins())
+            for buffer in buffers
+        ]
+        verify_batch(backend, buffers, batch)
+    assert [buffer.violations for buffer in buffers] == expected
+    assert all(buffer.skip_counters.tolist() == [expected_skips(batch.entries()), 0] for buffer in buffers)
+
+
+class TestWideKv:
+    @pytest.mark.parametrize("hashed", [WIDE_KV_BYTES, 272, 400, 2064])
+    def test_every_hashed_byte_counts_and_no_other(self, backend: ArrayBackend, hashed: int) -> None:
+        """128 bytes are loaded at a time; the last ones may be fewer."""
+        source = source_of(hashed, page_size=4, behind=16)
+        clean = stamped(sources=[source], mode=2)
+        bytes_of = source.tensor.reshape(64, -1)
+        assert found(backend, copy.deepcopy(clean), row_2()) == {}
+        for offset in (0, 127, 128, hashed - 16, hashed - 1):
+            bytes_of[3, offset] ^= 1
+            assert found(backend, copy.deepcopy(clean), row_2()) == {3: 4}, offset
+            bytes_of[3, offset] ^= 1
+        bytes_of[3, hashed] ^= 1
+        assert found(backend, clean, row_2()) == {}
+
+    @pytest.mark.parametrize("widths", [(32, 272), (272, 32), (16, 256, 400, 144)])
+    def test_sources_of_different_width(self, backend: ArrayBackend, widths: tuple[int, ...]) -> None:
+        sources = [source_of(width, page_size=1 + i % 2, behind=16 * i) for i, width in enumerate(widths)]
+        clean = stamped(sources=sources, mode=2)
+        assert found(backend, copy.deepcopy(clean), row_2()) == {}
+        for source in sources:
+            bytes_of = source.tensor.reshape(64, -1)
+            for slot, offset in ((5, 0), (13, source.read_bytes - 1)):
+                bytes_of[slot, offset] ^= 1
+                assert found(backend, copy.deepcopy(clean), row_2()) == {slot: 4}
+                bytes_of[slot, offset] ^= 1
+
+    @pytest.mark.parametrize("check_holes", [False, True])
+    def test_lanes_without_kv_bytes(self, backend: ArrayBackend, check_holes: bool) -> None:
+        """Padding slots and slots that the buffer does not have, the first and the last lane among them."""
+        slots = [0 if i % 5 == 0 else (64, -3, 2**31 - 1)[i % 3] if i % 7 == 3 else i + 1 for i in range(46)]
+        buffer = HostBuffer.empty(64, sources=[source_of(272), source_of(16)], mode=2, is_detailed=True)
+        buffer.stamp(list(range(1, 47)), list(range(46)))
+        batch = Batch(np.array([[0] * 46, slots], np.int32), [1], [46])
+        options = {"check_holes": check_holes}
+        expected = expected_violations(buffer, batch.entries(), check_tokens=False, origins=batch.origins(), **options)
+        verify_batch(backend, [buffer], batch, **options)
+        assert buffer.violations == expected
+        assert buffer.skip_counters.tolist() == [expected_skips(batch.entries()), 0]
+
+    def test_any_buffer_may_have_it(self, backend: ArrayBackend) -> None:
+        buffers = [stamped(kernel_kind=i, sources=[source_of(16 * i)] if i else [], mode=2) for i in (0, 17, 1)]
+        verify_batch(backend, buffers, row_2())
+        assert [buffer.violations for buffer in buffers] == [[]] * 3
+        for buffer in buffers[1:]:
+            buffer.sources[0].tensor[7, 15] ^= 1
+        verify_batch(backend, buffers, row_2())
+        assert [[row[:2] + row[7:] for row in buffer.violations] for buffer in buffers] == [
+            [],
+            [(17, 7, 4)],
+            [(1, 7, 4)],
+        ]
+
+
+class TestFours:
+    @pytest.mark.parametrize("num_buffers", [4, 8])
+    def test_one_buffer_is_wrong(self, backend: ArrayBackend, num_buffers: int) -> None:
+        for wrong in range(num_buffers):
+            buffers = [stamped(kernel_kind=i) for i in range(num_buffers)]
+            buffers[wrong].set_record(7, 99)
+            verify_batch(backend, buffers, row_2())
+            assert [[row[:2] + row[7:] for row in buffer.violations] for buffer in buffers] == [
+                [(i, 11, 1)] if i == wrong else [] for i in range(num_buffers)
+            ]
+            assert all((buffer.slot_run_counter, buffer.kernel_run_counter) == (6, 1) for buffer in buffers)
+
+    @pytest.mark.parametrize("num_buffers", [4, 8])
+    def test_each_buffer_has_its_own_results(self, backend: ArrayBackend, num_buffers: int) -> None:
+        """Other tokens, another stride, another damaged slot; every second one with details and counters."""
+        buffers = [
+            HostBuffer.empty(64, 32 + 16 * (i % 3), kernel_kind=i, is_detailed=i % 2 == 0) for i in range(num_buffers)
+        ]
+        batch = row_2([*SLOTS, 0, 21, 64, 22])
+        for i, buffer in enumerate(buffers):
+            buffer.stamp([*SLOTS, 20, 21, 63, 22], list(range(100 * i, 100 * i + 10)))
+            buffer.set_record(SLOTS[i % 6], 99)
+        expected = [
+            expected_violations(buffer, batch.entries(), check_tokens=False, origins=batch.origins())
+            for buffer in buffers
+        ]
+        assert all(len(rows) >= 2 for rows in expected)
+        verify_batch(backend, buffers, batch)
+        assert [buffer.violations for buffer in buffers] == expected
+        assert [buffer.skip_counters.tolist() for buffer in buffers] == [[2, 0], [0, 0]] * (num_buffers // 2)
+
+    def test_disabled_launches_are_counted_in_each(self, backend: ArrayBackend) -> None:
+        buffers = [HostBuffer.empty(64, is_detailed=i != 2) for i in range(8)]
+        verify_batch(backend, buffers, row_2(), verify_capacity=5)
+        assert [buffer.skip_counters.tolist() for buffer in buffers] == [[0, int(i != 2)] for i in range(8)]
+        assert all((buffer.slot_run_counter, buffer.kernel_run_counter) == (0, 1) for buffer in buffers)
+
+
 def test_chains_must_not_be_mixed(backend: ArrayBackend) -> None:
     context = stamped("affine").on_device(backend)
     remember_chain([context.view], "affine")
@@ -460,31 +699,44 @@ def test_chains_must_not_be_mixed(backend: ArrayBackend) -> None:
 # -- properties ---------------------------------------------------------------------------------------------------
 
 
+Cache = tuple[list[HostBuffer], Batch, dict[str, Any]]
+
+
 @st.composite
-def damaged_caches(draw: st.DrawFn) -> tuple[list[HostBuffer], Batch, dict[str, Any]]:
-    """A stamped cache of some requests, then damaged: records, KV bytes, page table."""
+def damaged_caches(draw: st.DrawFn, kind: Kind = "general") -> Cache:
+    """A stamped cache of some requests, then damaged: records, KV bytes, page table.
+
+    Smaller ones, of what takes the kernel, for other kinds than the general one.
+    """
     seed = draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
     chain = draw(st.sampled_from(CHAINS))
-    width, num_requests = draw(st.integers(1, 90)), draw(st.integers(1, 6))
+    is_small = kind != "general"
+    width, num_requests = draw(st.integers(1, 40 if is_small else 90)), draw(st.integers(1, 2 if is_small else 6))
     num_slots = num_requests * width + 2
     page_size = draw(st.integers(1, 5))
     table = np.zeros((num_requests + 2, width), np.int32)
     table[1:-1] = (rng.permutation(num_slots - 1)[: num_requests * width] + 1).reshape(num_requests, width)
     mode, num_sources = draw(st.integers(0, 2)), draw(st.integers(0, 4))
+    num_buffers, widest = draw(st.integers(1, 3)), [3] * num_sources  # in parts of 16 bytes
+    if kind == "wide":
+        mode, num_buffers, widest = 2, draw(st.integers(1, 2)), draw(st.sampled_from([[25], [3, 25], [25, 20, 3]]))
+    elif kind == "fours":
+        num_buffers, widest = draw(st.sampled_from([4, 8])), []
     buffers = []
-    for kind in range(draw(st.integers(1, 3))):
+    for i in range(num_buffers):
         sources = []
-        for _ in range(num_sources):
-            per_token = 16 * draw(st.integers(1, 3))
+        for most in widest:
+            least = 1 if most == 3 else WIDE_KV_BYTES // 16
+            per_token = 16 * draw(st.integers(least, most))
             rows = -(-num_slots // page_size)
             kv = rng.integers(0, 256, (rows, page_size * per_token + 16 * draw(st.integers(0, 2))), dtype=np.uint8)
-            sources.append(HostSource(kv, page_size, per_token, 16 * draw(st.integers(1, per_token // 16))))
-        stride = draw(st.sampled_from([32, 40, 48, 64]))
+            sources.append(HostSource(kv, page_size, per_token, 16 * draw(st.integers(least, per_token // 16))))
+        stride = draw(st.sampled_from([32, 48, 64] if kind == "fours" else [32, 40, 48, 64]))
         buffer = HostBuffer.empty(
             num_slots,
             stride,
-            kernel_kind=kind,
+            kernel_kind=i,
             ring_capacity=1000,
             sources=sources,
             mode=mode,
@@ -501,7 +753,8 @@ def damaged_caches(draw: st.DrawFn) -> tuple[list[HostBuffer], Batch, dict[str, 
         wrong = rng.choice([0, -1, num_slots, 2**31 - 1, int(rng.integers(num_slots))])
         table[rng.integers(1, num_requests + 1), rng.integers(width)] = wrong
     window = draw(st.sampled_from([0, 0, 1, width // 2 + 1]))
-    expected = rng.integers(0, 1000, (num_requests + 2, width + 3)).astype(np.int32) if draw(st.booleans()) else None
+    has_expected = kind != "fours" and draw(st.booleans())
+    expected = rng.integers(0, 1000, (num_requests + 2, width + 3)).astype(np.int32) if has_expected else None
     rows = rng.integers(0, num_requests + 1, draw(st.integers(1, 8))).tolist()
     batch = Batch(
         table,
@@ -522,9 +775,17 @@ def damaged_caches(draw: st.DrawFn) -> tuple[list[HostBuffer], Batch, dict[str, 
 
 @settings(max_examples=40, deadline=None)
 @given(cache=damaged_caches())
-def test_contract_holds_for_any_damage(
-    backend: ArrayBackend, cache: tuple[list[HostBuffer], Batch, dict[str, Any]]
-) -> None:
+def test_contract_holds_for_any_damage(backend: ArrayBackend, cache: Cache) -> None:
+    assert_contract_holds(backend, cache)
+
+
+@settings(max_examples=20, deadline=None)
+@given(cache=damaged_caches("wide") | damaged_caches("fours"))
+def test_contract_holds_for_other_kernels(backend: ArrayBackend, cache: Cache) -> None:
+    assert_contract_holds(backend, cache)
+
+
+def assert_contract_holds(backend: ArrayBackend, cache: Cache) -> None:
     buffers, batch, options = copy.deepcopy(cache)
     entries = batch.entries()
     expected = [
@@ -578,28 +839,57 @@ def test_hostile_plans_read_nothing_outside(
     assert buffer.slot_run_counter == len(seen)
 
 
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_hostile_batches_read_nothing_outside(backend: ArrayBackend, data: st.DataObject) -> None:
-    """Any value in a batch: what the contract says for its own offsets."""
+def hostile_batch(data: st.DataObject, kind: Kind) -> Batch:
+    """Any value in a batch; a mapping and expected tokens where the kernel takes them."""
     int32s = st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 70)
     rows, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 40))
     table = np.array(data.draw(st.lists(int32s, min_size=rows * width, max_size=rows * width)), np.int32)
     bs = data.draw(st.integers(0, 6))
     column = st.lists(any_int64, min_size=bs, max_size=bs)
-    mapping = data.draw(st.none() | st.lists(any_int64, min_size=1, max_size=60))
-    batch = Batch(
-        table.reshape(rows, width),
-        data.draw(column),
-        data.draw(column),
-        window=data.draw(st.sampled_from([0, 3, 2**40])),
-        mapping=mapping,
-        expected=np.ones((2, 5), np.int32),
-        valid_lens=data.draw(column),
-        offset=data.draw(any_int64.filter(lambda v: abs(v) < 2**31)),
-    )
-    buffer = HostBuffer.empty(64, ring_capacity=1000, is_detailed=True)
-    expected = expected_violations(buffer, batch.entries(), check_tokens=True, origins=batch.origins())
-    verify_batch(backend, [buffer], batch)
-    assert buffer.violations == expected
-    assert buffer.skip_counters.tolist() == [expected_skips(batch.entries()), 0]
+    options: dict[str, Any] = {"window": data.draw(st.sampled_from([0, 3, 2**40]))}
+    if kind in ("general", "wide"):
+        options |= {
+            "mapping": data.draw(st.none() | st.lists(any_int64, min_size=1, max_size=60)),
+            "expected": np.ones((2, 5), np.int32),
+            "valid_lens": data.draw(column),
+            "offset": data.draw(any_int64.filter(lambda v: abs(v) < 2**31)),
+        }
+    return Batch(table.reshape(rows, width), data.draw(column), data.draw(column), **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_hostile_batches_read_nothing_outside(backend: ArrayBackend, kind: Kind, data: st.DataObject) -> None:
+    """Any value in a batch: what the contract says for its own offsets."""
+    batch = hostile_batch(data, kind)
+    buffers = buffers_for(kind, 64, ring_capacity=1000, is_detailed=True)
+    expected = [
+        expected_violations(buffer, batch.entries(), check_tokens=batch.check_tokens, origins=batch.origins())
+        for buffer in buffers
+    ]
+    verify_batch(backend, buffers, batch)
+    assert [buffer.violations for buffer in buffers] == expected
+    assert all(buffer.skip_counters.tolist() == [expected_skips(batch.entries()), 0] for buffer in buffers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), num_valid=st.integers(-(2**31), 2**31 - 1) | st.integers(0, 70))
+def test_hostile_offsets_read_nothing_outside(
+    backend: ArrayBackend, kind: Kind, data: st.DataObject, num_valid: int
+) -> None:
+    """Ascending offsets of another batch: what NumPy finds."""
+    batch = hostile_batch(data, kind)
+    bs = len(batch.rows)
+    offsets = sorted(data.draw(st.lists(any_int64, min_size=bs + 1, max_size=bs + 1)))
+    options = {"offsets": offsets, "num_valid": num_valid, "verify_capacity": 70}
+    buffers = buffers_for(kind, 64, ring_capacity=1000, is_detailed=True)
+    of_numpy = copy.deepcopy(buffers)
+    with mock.patch.dict(BACKENDS, cpu=NumpyBackend()):
+        status = verify_batch(ArrayBackend("numpy"), of_numpy, batch, **options)
+    assert verify_batch(backend, buffers, batch, **options) == status
+    for buffer, result in zip(of_numpy, buffers, strict=True):
+        assert result.violations == buffer.violations
+        assert result.slot_run_counter == buffer.slot_run_counter
+        np.testing.assert_array_equal(result.skip_counters, buffer.skip_counters)

@@ -236,6 +236,10 @@ CONTEXT_ERRORS: list[tuple[str, dict[str, Any]]] = [
     ("canary_buf must be 2-D, got shape (1024,)", {"canary_buf": aligned_bytes(1024)}),
     ("slot of canary_buf length must be >= 32, got 24", {"canary_buf": aligned_bytes(32, 24)}),
     ("slot stride of canary_buf in bytes must be a multiple of 8, got 36", {"canary_buf": aligned_bytes(32, 36)}),
+    (
+        "slot stride of canary_buf in bytes must be at most 2147483647, got 2147483648",
+        {"canary_buf": ClaimsCuda(1, 2**31)},
+    ),
     ("canary_buf must be writable, got a read-only array", {"canary_buf": read_only(aligned_bytes(32, 32))}),
     ("slots of canary_buf must be at most 4294967295, got 4294967296", {"canary_buf": ClaimsCuda(2**32, 32)}),
     ("violation_ring must be contiguous", {"violation_ring": np.zeros((4, 16), np.int64)[:, ::2]}),

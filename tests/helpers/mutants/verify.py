@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupy_kvcanary.constants import INT32_MAX
+from cupy_kvcanary.constants import INT32_MAX, VERIFY_GROUP
 from cupy_kvcanary.ops.verify import launch_canary_verify_batch_kernel, launch_canary_verify_kernel
 from tests.helpers.backends import ArrayBackend
 from tests.helpers.buffers import HostBuffer, HostSource
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 PLAN = "kvc_verify"
 BATCH = "kvc_verify_batch"
+WIDE = "kvc_verify_batch_wide"
 PLAIN = "kvc_verify_batch_plain"
+FOURS = "kvc_verify_batch_plain_fours"
 BATCHES = (BATCH, PLAIN)
-ALL = (PLAN, *BATCHES)
+WALKS = (PLAN, *BATCHES)
+ALL = (*WALKS, WIDE, FOURS)
 BOTH_CHAINS = (*ALL, *(f"{kernel}_affine" for kernel in ALL))
 
 NUMPY = ArrayBackend("numpy")
@@ -31,37 +34,53 @@ NUMPY = ArrayBackend("numpy")
 
 @dataclass(frozen=True)
 class Cache:
-    """Canary buffers. Records are zeros where none are given, so that most entries are violations."""
+    """Canary buffers. Records are zeros where none are given, so that most entries are violations.
+
+    Those that are given have the right KV hash.
+    """
 
     num_slots: int = 64
     records: dict[int, tuple[int, ...]] = field(default_factory=dict)
     num_buffers: int = 1
     """They share log and counters."""
-    has_kv: bool = False
-    """Two sources, whose last row ends with the last slot's bytes."""
+    kv_bytes: int = 0
+    """Of a slot in each of two sources, whose last row ends with the last slot's bytes; 0: no sources."""
     stride: int = 32
     ring_capacity: int = 256
     violation_count: int = 0
     is_detailed: bool = False
 
     def buffer(self) -> HostBuffer:
+        kv = np.ones((self.num_slots, self.kv_bytes), np.uint8)
         buffer = HostBuffer.empty(
             self.num_slots,
             self.stride,
             ring_capacity=self.ring_capacity,
             violation_count=self.violation_count,
             is_detailed=self.is_detailed,
-            sources=[HostSource(np.ones((self.num_slots, 32), np.uint8), 1, 32, 32)] * 2 if self.has_kv else [],
+            sources=[HostSource(kv, 1, self.kv_bytes, self.kv_bytes)] * 2 if self.kv_bytes else [],
             mode=2,
         )
         for slot, values in self.records.items():
-            buffer.set_record(slot, *values)
+            token, position, prev_hash = values
+            buffer.set_record(slot, token, position, prev_hash, buffer.real_kv_hash(slot))
         return buffer
 
     def contexts(self) -> list[VerifyOrWriteContext]:
         buffer = self.buffer()
         first = buffer.on_device(NUMPY)
-        return [first, *(replace(first, canary_buf=buffer.canary_buf.copy()) for _ in range(1, self.num_buffers))]
+        return [
+            first,
+            *(replace(first, canary_buf=buffer.canary_buf.copy(), kernel_kind=i) for i in range(1, self.num_buffers)),
+        ]
+
+    def taken_by(self, kernel: str) -> Cache:
+        """With what makes the launcher choose the kernel: wide KV, or buffers by the four."""
+        if kernel.startswith(WIDE):
+            return replace(self, kv_bytes=272)
+        if kernel.startswith(FOURS):
+            return replace(self, num_buffers=VERIFY_GROUP * self.num_buffers)
+        return self
 
 
 EMPTY = Cache()
@@ -103,7 +122,9 @@ def verify_batch(kernel: str, cache: Cache, batch: Batch, **changed: Any) -> Non
         "check_verify_expected_token": "plain" not in kernel,
         "out_status": np.zeros(1, np.int32),
     }
-    launch_canary_verify_batch_kernel(context=cache.contexts(), chain=chain_of(kernel), **arguments | changed)
+    launch_canary_verify_batch_kernel(
+        context=cache.taken_by(kernel).contexts(), chain=chain_of(kernel), **arguments | changed
+    )
 
 
 def plan(entries: list[Entry], cache: Cache = EMPTY, num_valid: int | None = None, **options: Any) -> Reach:
@@ -114,7 +135,7 @@ def batches(batch: Batch, cache: Cache = EMPTY, kernels: tuple[str, ...] = BATCH
     return tuple((kernel, partial(verify_batch, kernel, cache, batch, **changed)) for kernel in kernels)
 
 
-def both(batch: Batch, cache: Cache = EMPTY, kernels: tuple[str, ...] = ALL, **options: Any) -> Reach:
+def both(batch: Batch, cache: Cache = EMPTY, kernels: tuple[str, ...] = WALKS, **options: Any) -> Reach:
     """The kernels, each with the entries of the batch in its own form."""
     return tuple(
         (kernel, partial(verify_batch, kernel, cache, batch, **options))
@@ -156,8 +177,13 @@ def request(prefix_row: int, prefix_len: int, table: Any, *, mapping: Any = None
     return batches(requests(1), kernels=(BATCH,), **changed if has_status else changed | {"out_status": None})
 
 
-SLOT_READS = ((BATCH, SLOT_READ), (PLAIN, "return __ldg(row_slots + position)"))
-PLAN_READ = "const i64 prev_slot = __ldg(args."
+# Of an entry's own slot, and of a neighbour's.
+SLOT_READS = ((BATCH, SLOT_READ), (PLAIN, "__ldg(row_slots + position)"))
+OTHER_SLOT_READS = ((BATCH, SLOT_READ), (PLAIN, "return __ldg(slots_of(of_row) + position)"))
+PLAN_READ = "const i64 prev_slot = __ldcs(args."
+KV_READ = "const ulonglong2 words ="
+WIDE_KV_READ = "loaded[k] = __ldcs("
+STAGED = "slots[lane / kStagedParts + k * kLanesApart][part] = loaded[k]"
 RECORD_READ = "const ulonglong2 head = halves[0]"
 ROW_STORED = "row[0] = buffer.kernel_kind"
 OFFSETS_SEARCHED = "const bool is_at_most ="
@@ -174,7 +200,8 @@ disabled = (
 )
 same_three_times = Batch(np.ones((2, 1), np.int32), [1] * 3, [1] * 3)
 right_first_record = (0, 0, ANCHOR)
-kv_hash = Cache(has_kv=True).buffer().real_kv_hash(63)
+eight = requests(8)  # one for each warp of a block
+full_runs = requests(256)
 
 MUTANTS: list[Mutant] = [
     *mutants(
@@ -185,9 +212,9 @@ MUTANTS: list[Mutant] = [
             (
                 both(nine, kernels=BOTH_CHAINS),
                 "which lanes have a record",
-                "__ballot_sync(kFullWarp, is_read[k])",
-                "__ballot_sync(kFullWarp >> 1, is_read[k])",
-                "__ballot_sync(kFullWarp, is_read[k])",
+                "__ballot_sync(kFullWarp, is_read)",
+                "__ballot_sync(kFullWarp >> 1, is_read)",
+                "__ballot_sync(kFullWarp, is_read)",
             ),
             (
                 both(nine, kernels=BOTH_CHAINS),
@@ -197,18 +224,46 @@ MUTANTS: list[Mutant] = [
                 "__shfl_sync(kFullWarp, link,",
             ),
             (
-                both(nine, DETAILED),
+                both(nine, DETAILED, ALL),
                 "skipped checks of the warp",
                 "__shfl_xor_sync(kFullWarp, num_skipped",
                 "__shfl_xor_sync(kFullWarp >> 1, num_skipped",
                 "__shfl_xor_sync(kFullWarp, num_skipped",
             ),
             (
-                batches(requests(2, 3)),
+                batches(requests(2, 3), kernels=ALL[1:]),
                 "offsets of the requests",
                 "__ballot_sync(kFullWarp, is_at_most)",
                 "__ballot_sync(kFullWarp >> 1, is_at_most)",
                 "__ballot_sync(kFullWarp, is_at_most)",
+            ),
+            (
+                batches(nine, kernels=(WIDE,)),
+                "where the KV bytes of the other lanes lie",
+                "__shfl_sync(kFullWarp, reinterpret_cast<u64>(bytes)",
+                "__shfl_sync(kFullWarp - 1, reinterpret_cast<u64>(bytes)",
+                "__shfl_sync(kFullWarp, reinterpret_cast<u64>(bytes)",
+            ),
+        ],
+    ),
+    *mutants(
+        "barrier",
+        "thread",
+        "of shared memory, which",
+        [
+            (
+                batches(nine, kernels=(WIDE,)),
+                "KV bytes of the parts before",
+                "parts before were read.\n    __syncwarp();",
+                "parts before were read.\n",
+                STAGED,
+            ),
+            (
+                batches(nine, kernels=(WIDE,)),
+                "KV bytes of the other lanes",
+                f"{STAGED};\n    __syncwarp();",
+                f"{STAGED};\n",
+                "hash ^ slots[lane][k].x",
             ),
         ],
     ),
@@ -217,14 +272,14 @@ MUTANTS: list[Mutant] = [
         for says, reach, name, pattern, replacement in (
             (
                 "of slot_run_counter, which",
-                both(nine, Cache(num_buffers=2)),
+                both(nine, Cache(num_buffers=2), ALL),
                 "counters",
                 "atomicAdd(reinterpret_cast<u64*>(counter), static_cast<u64>(amount))",
                 "*counter += amount",
             ),
             (
                 "of violation_write_index, which",
-                both(nine),
+                both(nine, kernels=ALL),
                 "violations",
                 "atomicAdd(buffer.violation_write_index, 1)",
                 "(*buffer.violation_write_index)++",
@@ -252,9 +307,14 @@ MUTANTS: list[Mutant] = [
         "address",
         "heap-buffer-overflow",
         [
-            (both(row(-3)), "slot before the buffer", "slot >= 0 && slot <", "slot <", RECORD_READ),
-            (both(row(64)), "slot behind the buffer", "slot < num_slots", "slot <= num_slots", RECORD_READ),
-            (both(row(1)), "no predecessor", "if (prev_slot < 0)", "if (prev_slot < -1)", RECORD_READ),
+            (
+                both(row(64), kernels=ALL),
+                "slot behind the buffer",
+                "< static_cast<u64>(num_slots)",
+                "<= static_cast<u64>(num_slots)",
+                RECORD_READ,
+            ),
+            (batches(row(64), kernels=(FOURS,)), "slot behind the buffers", "g > 0 && is_read", "g > 0", RECORD_READ),
             (
                 both(row(64, 1)),
                 "predecessor behind the buffer",
@@ -269,20 +329,27 @@ MUTANTS: list[Mutant] = [
                 "clamp(__ldg(num_valid), 0, capacity + 1)",
                 PLAN_READ,
             ),
-            (plan(nine.entries()), "end of a run", "t < end)", "t <= end)", PLAN_READ),
+            (plan(nine.entries()), "end of a run", "(t >= end) return", "(t > end) return", PLAN_READ),
             (
-                plan(nine.entries()),
+                plan(requests(63).entries()),  # it would end one later
                 "end of the last run",
-                "min(begin + run_len, static_cast<i64>(num_entries))",
+                "min(begin + run_len, static_cast<unsigned>(num_entries))",
                 "begin + run_len",
                 PLAN_READ,
             ),
             (
-                plan(nine.entries()),
-                "entry before the first run",
-                "begin > 0 ? begin - 1 : 0",
-                "begin - 1",
-                PLAN_READ,
+                plan(full_runs.entries()),
+                "an entry that is absent",
+                "entry.is_present && ",
+                "",
+                "__ldg(args.verify_prev_slot_indices + t), -1}",
+            ),
+            (
+                batches(nine),
+                "request of an entry that is absent",
+                "entry.is_present && ",
+                "",
+                "static_cast<const i64*>(data) + index",
             ),
             (
                 plan(nine.entries()),
@@ -292,11 +359,39 @@ MUTANTS: list[Mutant] = [
                 "t > 0 && __ldg(args.verify_slot_indices",
             ),
             (
-                both(row(63), Cache(has_kv=True), kernels=(PLAN, BATCH)),
+                both(row(63), Cache(kv_bytes=32), kernels=(PLAN, BATCH)),
                 "KV bytes of a slot",
                 "offset < source.num_hashed_bytes",
                 "offset <= source.num_hashed_bytes",
-                "const ulonglong2 words =",
+                KV_READ,
+            ),
+            (
+                plan([Entry(64, -1, 0)], Cache(kv_bytes=32)),
+                "KV bytes behind the slots",
+                "is_read) const {\n    return is_read ? buffer.hash_real_kv(slot) : 0",
+                "is_read) const {\n    return buffer.hash_real_kv(slot)",
+                KV_READ,
+            ),
+            (
+                batches(row(64), Cache(kv_bytes=32), (BATCH,)),
+                "KV bytes behind the slots",
+                "(buffer, slot, is_read);\n    return is_read ? buffer.hash_real_kv(slot) : 0",
+                "(buffer, slot, is_read);\n    return buffer.hash_real_kv(slot)",
+                KV_READ,
+            ),
+            (
+                batches(row(64), kernels=(WIDE,)),
+                "KV bytes behind the slots",
+                "is_read ? source.bytes(slot) : nullptr",
+                "source.bytes(slot)",
+                WIDE_KV_READ,
+            ),
+            (
+                batches(row(63), kernels=(WIDE,)),
+                "KV bytes of a slot",
+                "offset + part * 16 < num_bytes",
+                "offset + part * 16 <= num_bytes",
+                WIDE_KV_READ,
             ),
             (
                 both(same_three_times, Cache(ring_capacity=2)),
@@ -334,7 +429,7 @@ MUTANTS: list[Mutant] = [
                     "next <= range.prefix_len",
                     slot_read,
                 )
-                for kernel, slot_read in SLOT_READS
+                for kernel, slot_read in OTHER_SLOT_READS
             ),
             (batches(requests(1, 1, 1)), "offsets to search", "lane * stride < count && ", "", OFFSETS_SEARCHED),
             (
@@ -349,7 +444,7 @@ MUTANTS: list[Mutant] = [
                 "offsets that start too late, searched",
                 "at_most == 0 ? 0 : ",
                 "",
-                "const i64 begin = __ldg(offsets",
+                "const i64 first = __ldg(offsets",
             ),
             (
                 batches(requests(1, 1)),
@@ -364,7 +459,7 @@ MUTANTS: list[Mutant] = [
                 "entries of no requests",
                 "bs == 0 ? 0 : ",
                 "",
-                "end = __ldg(offsets + r + 1)",
+                "const i64 behind = __ldg(offsets + r + 1)",
             ),
             *(
                 row_of_mutant
@@ -373,15 +468,15 @@ MUTANTS: list[Mutant] = [
                     (
                         batches(requests(3), kernels=(kernel,), offsets=[0, 4]),
                         "offsets of longer requests",
-                        "position >= range.prefix_len",
-                        "position > range.prefix_len",
+                        "first + range.prefix_len - range.window_start",
+                        "first + range.prefix_len - range.window_start + 1",
                         slot_read,
                     ),
                     (
                         batches(requests(3), kernels=(kernel,), offsets=[5, 9], num_valid=1),
                         "offsets that start too late, read",
-                        "begin >= 0 && begin <= t",
-                        "begin >= 0",
+                        "first < 0 || first > t",
+                        "first < 0",
                         slot_read,
                     ),
                 )
@@ -389,12 +484,12 @@ MUTANTS: list[Mutant] = [
             (
                 batches(replace(expecting(), table=np.ones((3, 3), np.int32), rows=[2]), kernels=(BATCH,)),
                 "rows of expected tokens",
-                "range.row >= args.expected_rows",
-                "range.row > args.expected_rows",
+                "row >= args.expected_rows",
+                "row > args.expected_rows",
                 TOKEN_READ,
             ),
             (
-                batches(expecting(offset=-9), kernels=(BATCH,)),
+                batches(expecting(offset=-5), kernels=(BATCH,)),
                 "expected tokens before a row",
                 "index < 0 || ",
                 "",
@@ -417,9 +512,54 @@ MUTANTS: list[Mutant] = [
             (
                 batches(requests(3), offsets=[-(2**63), 3], num_valid=1),
                 "negative offsets",
-                "begin >= 0 && begin <= t",
-                "begin <= t",
-                "first_position = is_of_batch",
+                "first < 0 || first > t",
+                "first > t",
+                "first_position = range.window_start - first",
+            ),
+        ],
+    ),
+    *mutants(
+        "bound",
+        "address",
+        "division by zero",
+        [
+            (
+                batches(nine, kernels=(FOURS,)),
+                "groups of buffers",
+                "options.num_buffers) / kGroup",
+                "options.num_buffers)",
+                "num_warps - 1) / num_warps",
+            ),
+        ],
+    ),
+    # Slots below zero are far behind the buffer; nullptr with an index is just an address.
+    *mutants(
+        "bound",
+        "address",
+        "AddressSanitizer",
+        [
+            (
+                both(row(-3)),
+                "slot before the buffer",
+                "static_cast<u64>(slot) < static_cast<u64>(num_slots)",
+                "slot < num_slots",
+                RECORD_READ,
+            ),
+            (both(row(1)), "no predecessor", "if (prev_slot < 0)", "if (prev_slot < -1)", RECORD_READ),
+            (batches(eight, kernels=(WIDE,)), "no KV bytes", "of_slot == 0 ? nullptr : ", "", WIDE_KV_READ),
+        ],
+    ),
+    *mutants(
+        "bound",
+        "address",
+        "global-buffer-overflow",
+        [
+            (
+                batches(eight, kernels=(WIDE,)),
+                "slots of staged",
+                "__shared__ ulonglong2 staged[kVerifyThreads / kWarpSize][kWarpSize]",
+                "__shared__ ulonglong2 staged[kVerifyThreads / kWarpSize][kWarpSize - 1]",
+                STAGED,
             ),
         ],
     ),
@@ -442,7 +582,28 @@ MUTANTS: list[Mutant] = [
         "address",
         "null pointer",
         [
-            (both(row(0)), "no counter of skipped checks", "if (buffer.skip_counters != nullptr) {", "{", COUNTED),
+            (
+                both(row(0), kernels=ALL),
+                "no counter of skipped checks",
+                " && buffers[g].skip_counters != nullptr",
+                "",
+                COUNTED,
+            ),
+            (
+                both(nine, kernels=ALL),
+                "one thread of a buffer counts",
+                "threadIdx.x < kGroup",
+                "threadIdx.x <= kGroup",
+                COUNTED,
+            ),
+            (
+                batches(nine, Cache(num_buffers=2), (FOURS,)),
+                "buffers of a group, examined",
+                "unroll 1\n        for (int g = 0; g < kGroup",
+                "unroll 1\n        for (int g = 0; g <= kGroup",
+                RECORD_READ,
+            ),
+            (batches(eight, kernels=(WIDE,)), "no KV bytes to load", "parts[k] != nullptr && ", "", WIDE_KV_READ),
         ],
     ),
     *mutants(
@@ -485,22 +646,49 @@ MUTANTS: list[Mutant] = [
                 "!buffer.has_slot(slot)",
                 "",
             ),
-            (batches(nine), "end of a run", "t < end)", "t <= end)", ""),
-            (both(nine), "begin of a run", "is_checked &= t >= begin", "is_checked &= true", ""),
+            # Either of the two bounds would do. Runs of 33 entries: some lanes look at two.
             (
-                both(requests(300), Cache(400, ring_capacity=400)),
+                batches(full_runs, Cache(400, ring_capacity=400)),
+                "end of a run",
+                "0, run_end));\n    end_of_row = static_cast<unsigned>(clamp(first + range.prefix_len - "
+                "range.window_start, 0, run_end))",
+                "0, run_end + 1));\n    end_of_row = static_cast<unsigned>(clamp(first + range.prefix_len - "
+                "range.window_start, 0, run_end + 1))",
+                "",
+            ),
+            (both(nine, kernels=ALL), "begin of a run", " && first + lane >= begin", "", ""),
+            (both(nine), "entry before the first run", "begin > 0 ? begin - 1 : 0", "begin - 1", ""),
+            (
+                batches(nine, num_valid=5),
+                "end of the last run",
+                "min(begin + run_len, static_cast<unsigned>(num_entries))",
+                "begin + run_len",
+                "",
+            ),
+            (
+                both(requests(300), Cache(400, ring_capacity=1600), ALL),
                 "one block counts",
                 "if (block == 0 && thread",
                 "if (thread",
                 "",
             ),
-            (both(nine), "one thread counts", "block == 0 && threadIdx.x == 0", "block == 0", ""),
             (
-                both(nine, Cache(num_buffers=2)),
+                both(nine, Cache(num_buffers=2), ALL),
                 "blocks of a buffer",
-                "gridDim.x / num_buffers * warps",
+                "gridDim.x / num_groups * warps",
                 "gridDim.x * warps",
                 "",
+            ),
+            *(
+                (batches(row(0, 5), replace(DETAILED, num_buffers=2), (FOURS,)), name, pattern, replacement, "")
+                for name, pattern, replacement in (
+                    ("buffers of a group", "% num_groups * kGroup", "% num_groups"),
+                    (
+                        "buffers of a group, counted",
+                        "g < kGroup; ++g) {\n      if (lane == 0",
+                        "g <= kGroup; ++g) {\n      if (lane == 0",
+                    ),
+                )
             ),
             (
                 (*plan(nine.entries(), num_valid=-5), *batches(nine, num_valid=-5)),
@@ -509,7 +697,7 @@ MUTANTS: list[Mutant] = [
                 "clamp(__ldg(num_valid), -9, capacity)",
                 "",
             ),
-            (batches(nine), "first entry of a request", "if (t >= end)", "if (t > end)", ""),
+            (batches(nine), "first entry of a request", "if (t >= end) adv", "if (t > end) adv", ""),
             (
                 both(row(1), Cache(violation_count=INT32_MAX)),
                 "violations that saturate",
@@ -518,16 +706,23 @@ MUTANTS: list[Mutant] = [
                 "",
             ),
             (
-                both(row(63), Cache(has_kv=True, records={63: (*right_first_record, kv_hash)}), kernels=(PLAN, BATCH)),
+                both(row(63), Cache(kv_bytes=32, records={63: right_first_record}), kernels=(PLAN, BATCH)),
                 "sources",
                 "s < num_real_kv_sources",
                 "s <= num_real_kv_sources",
                 "",
             ),
+            *(
+                (batches(row(63), Cache(records={63: right_first_record}), (WIDE,)), name, pattern, replacement, "")
+                for name, pattern, replacement in (
+                    ("sources", "s < buffer.num_real_kv_sources", "s <= buffer.num_real_kv_sources"),
+                    ("hashed parts", "offset + k * 16 < num_bytes", "offset + k * 16 <= num_bytes"),
+                )
+            ),
             (
                 both(row(0), Cache(records={0: right_first_record}), check_holes=True),
                 "a hole whose record is right",
-                " && slot != options.padding_slot",
+                " && entry.slot != options.padding_slot",
                 "",
                 "",
             ),
@@ -542,8 +737,8 @@ MUTANTS: list[Mutant] = [
             (
                 plan([Entry(1, -1, 0), Entry(64, 1, 0)]),
                 "an entry without a record",
-                "is_right = is_read[k] && ",
-                "is_right = ",
+                "may_be_right = is_read && ",
+                "may_be_right = ",
                 "",
             ),
             (
@@ -554,12 +749,13 @@ MUTANTS: list[Mutant] = [
                 "",
             ),
             (
-                batches(requests(1, 2, window=1), Cache(records={2: (9,), 3: (0, 1, 0)})),
+                batches(requests(1, 2, window=1), Cache(records={2: (9, 0, 0), 3: (0, 1, 0)})),
                 "first entry of a window",
-                "position > range.window_start",
-                "position >= range.window_start",
+                "t > begin}",
+                "t >= begin}",
                 "",
             ),
+            (batches(row(1), DETAILED), "position before the first", "entry.is_first ? -1 : slot", "slot", ""),
             (
                 batches(expecting(valid_len=1), kernels=(BATCH,)),
                 "valid expected tokens",
