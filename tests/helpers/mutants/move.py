@@ -50,17 +50,10 @@ MUTANTS: list[Mutant] = [
         "heap-buffer-overflow",
         [
             (
-                copy(src_slots=[-1], dst_slots=[2]),
-                "source before the buffer",
-                "slot >= 0 && slot <",
-                "slot <",
-                ALIGNED_READ,
-            ),
-            (
                 copy(src_slots=[4], dst_slots=[2]),
                 "source behind the buffer",
-                "slot < num_slots",
-                "slot <= num_slots",
+                "static_cast<u64>(slot) < static_cast<u64>(num_slots)",
+                "static_cast<u64>(slot) <= static_cast<u64>(num_slots)",
                 ALIGNED_READ,
             ),
             (
@@ -70,7 +63,6 @@ MUTANTS: list[Mutant] = [
                 "moved",
                 ALIGNED_READ,
             ),
-            (forget(dst_slots=[-1]), "destination before the buffer", "slot >= 0 && slot <", "slot <", ALIGNED_WRITTEN),
             (
                 imports(dst_slots=[4]),
                 "destination behind the buffer",
@@ -120,6 +112,25 @@ MUTANTS: list[Mutant] = [
                 "words[1] = stored.y",
                 SECOND_WRITTEN.removeprefix("if (num_words > 1) "),
             ),
+        ],
+    ),
+    # A slot below zero is far behind the buffer, where anything may lie.
+    *mutants(
+        "bound",
+        "address",
+        "AddressSanitizer",
+        [
+            (
+                use,
+                f"{side} before the buffer",
+                "static_cast<u64>(slot) < static_cast<u64>(num_slots)",
+                "slot < num_slots",
+                line,
+            )
+            for use, side, line in (
+                (copy(src_slots=[-1], dst_slots=[2]), "source", ALIGNED_READ),
+                (forget(dst_slots=[-1]), "destination", ALIGNED_WRITTEN),
+            )
         ],
     ),
     *mutants(

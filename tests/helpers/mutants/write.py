@@ -207,15 +207,15 @@ MUTANTS: list[Mutant] = [
             (
                 reach(one_request([-2], seed=0)),
                 "slot before the buffer",
-                "slot >= 0 && slot <",
-                "slot <",
+                "static_cast<u64>(slot) < static_cast<u64>(num_slots)",
+                "slot < num_slots",
                 RECORD_WRITTEN,
             ),
             (
                 reach(one_request([64])),
                 "slot behind the buffer",
-                "slot < num_slots",
-                "slot <= num_slots",
+                "static_cast<u64>(slot) < static_cast<u64>(num_slots)",
+                "static_cast<u64>(slot) <= static_cast<u64>(num_slots)",
                 RECORD_WRITTEN,
             ),
             (
