@@ -285,6 +285,9 @@ def _captured(cupy: Any, prepared: PreparedLaunches) -> Any:
                 launch.launch(stream.ptr)
         finally:
             graph = stream.end_capture()
+        # Else the first launch would, which allocates: not on the hot path, nor while another thread captures.
+        graph.upload(stream)
+        stream.synchronize()
         del stream
     return graph
 

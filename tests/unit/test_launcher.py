@@ -64,11 +64,19 @@ class CaptureStream:
         pass
 
     def end_capture(self) -> Any:
-        return Graph()
+        self.graph = Graph()
+        return self.graph
+
+    def synchronize(self) -> None:
+        self.graph.is_on_device = self.graph.is_uploading
 
 
 class Graph:
     graphExec = 4  # noqa: N815
+    is_uploading = is_on_device = False
+
+    def upload(self, stream: CaptureStream) -> None:
+        self.is_uploading = True
 
 
 @pytest.fixture
@@ -215,6 +223,12 @@ def test_a_bound_launch_is_a_graph_of_what_was_bound(driver: Driver) -> None:
     bound()
     assert driver.graphs_launched == [(Graph.graphExec, STREAM)] * 2
     assert len(driver.launched) == 1
+
+
+def test_a_bound_launchs_graph_is_on_the_device_before_it_is_launched(driver: Driver) -> None:
+    """Its first launch allocates nothing then."""
+    prepared = launch.CudaBackend().prepare(*launch_plan_offsets_kernel._check(**on_device()))
+    assert launch._captured(sys.modules["cupy"], prepared).is_on_device
 
 
 def test_a_bound_launch_goes_into_the_graph_that_its_caller_captures(driver: Driver) -> None:
