@@ -42,7 +42,7 @@ def test_examples_print_what_they_say(code: str, expected: list[str]) -> None:
 
 def test_ci_runs_the_readmes_test_command() -> None:
     (command,) = re.findall(r"<!-- test command -->\n```sh\n(.*)\n```", README)
-    assert command.endswith("-m pytest")
+    assert " -m pytest -n auto " in command
     assert "<!-- test command -->" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
