@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from cupy_kvcanary import __version__
-from cupy_kvcanary.compile import import_cupy
+from cupy_kvcanary.compile import import_cupy, usable_cupy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +98,9 @@ class Device(Protocol):
 
 def device(name: str) -> Device:
     """`cpu`, `cuda`, or `auto`: the GPU where there is a usable one."""
-    if name == "cpu" or (name == "auto" and not has_gpu()):
+    if name == "cuda":
+        usable_cupy()
+    elif name == "cpu" or not has_gpu():
         return Cpu()
     return Gpu()
 

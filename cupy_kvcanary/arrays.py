@@ -39,7 +39,7 @@ def as_device(device: Any) -> Device:
         kind, colon, index = device.partition(":")
         if kind == "cpu" and not colon:
             return CPU
-        if kind == "cuda" and (not colon or index.isdigit()):
+        if kind == "cuda" and (not colon or index.isdecimal()):
             return Device("cuda", int(index or 0))
     elif getattr(device, "type", None) in ("cpu", "cuda"):  # torch.device
         return CPU if device.type == "cpu" else Device("cuda", device.index or 0)
@@ -145,7 +145,10 @@ def view_array(name: str, array: Any) -> ArrayView:
     viewer = _viewers.get(type(array))
     if viewer is None:
         viewer = _viewers[type(array)] = _find_viewer(array)
-    return viewer(name, array)
+    view = viewer(name, array)
+    if not view.pointer and view.size:
+        raise error("kv-canary-must-have-memory", name=name, got=type(array).__name__)
+    return view
 
 
 # By the array's exact type, so that a library is looked for once for each.
@@ -376,8 +379,10 @@ def _view_dlpack(
         if managed.major != _DL_VERSION[0]:
             raise error("kv-canary-must-be-exported", name=name, got=f"DLPack {managed.major}.{managed.minor}")
         tensor, read_only = managed.tensor, bool(managed.flags & _DL_READ_ONLY)
-    else:
+    elif _capsule_is_valid(capsule, b"dltensor"):
         tensor, read_only = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor")), False
+    else:
+        raise error("kv-canary-must-be-exported", name=name, got="no unused DLPack capsule")
     dtype, itemsize = _dlpack_dtype(name, tensor.dtype_code, tensor.dtype_bits, tensor.dtype_lanes)
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = (

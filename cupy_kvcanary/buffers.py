@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -356,7 +357,10 @@ def _view_context(context: VerifyOrWriteContext) -> CanaryBufferView:
     if details is not None:
         check_length("violation_details", details.shape[0], ring.shape[0])
         check_length("row of violation_details", details.shape[1], VIOLATION_DETAIL_FIELDS)
-    sources = tuple(context.real_kv_sources)
+    given = context.real_kv_sources
+    if not isinstance(given, Sequence) or not all(isinstance(source, RealKvSource) for source in given):
+        raise error("kv-canary-must-be-real-kv-sources", name="real_kv_sources", got=type(given).__name__)
+    sources = tuple(given)
     if len(sources) > MAX_REAL_KV_SOURCES:
         raise error("kv-canary-at-most-4-real-kv-sources", name="real_kv_sources", got=len(sources))
     mode = check_int("real_kv_hash_mode", context.real_kv_hash_mode)
@@ -369,6 +373,9 @@ def _view_context(context: VerifyOrWriteContext) -> CanaryBufferView:
             raise error(
                 "kv-canary-source-must-cover-the-slots", name=f"real_kv_sources[{i}]", num_slots=num_slots, got=covered
             )
+    kernel_kind = check_int("kernel_kind", context.kernel_kind)
+    check_non_negative("kernel_kind", kernel_kind)
+    check_at_most("kernel_kind", kernel_kind, 2**63 - 1)
     check_one_device(views)
     read = {f"real_kv_sources[{i}]": source.rows for i, source in enumerate(sources)}
     check_no_overlap(views | read, [name for name in _WRITTEN if name in views])
@@ -376,7 +383,7 @@ def _view_context(context: VerifyOrWriteContext) -> CanaryBufferView:
         canary_buf=records,
         num_slots=num_slots,
         slot_stride=slot_stride,
-        kernel_kind=check_int("kernel_kind", context.kernel_kind),
+        kernel_kind=kernel_kind,
         violation_ring=ring,
         violation_details=details,
         ring_capacity=ring.shape[0],
@@ -420,9 +427,13 @@ def check_memory(buffers: Sequence[CanaryBufferView], views: Mapping[str, ArrayV
     check_one_device({"canary_buf": buffers[0].canary_buf, **views})
     for name in outputs:
         check_writable(name, views[name])
+    read: dict[str, ArrayView] = {}
     written: dict[str, ArrayView] = {}
     shared: set[tuple[str, int]] = set()
     for i, buffer in enumerate(buffers):
+        read |= {f"real_kv_sources[{j}] of context {i}": kv.tensor for j, kv in enumerate(buffer.real_kv_sources)}
+        if buffer.enable_chain_position_assert is not None:
+            read[f"enable_chain_position_assert of context {i}"] = buffer.enable_chain_position_assert
         for name in _WRITTEN:
             view = getattr(buffer, name)
             if view is None:
@@ -430,7 +441,7 @@ def check_memory(buffers: Sequence[CanaryBufferView], views: Mapping[str, ArrayV
             if name == "canary_buf" or (name, view.pointer) not in shared:
                 written[f"{name} of context {i}" if i else name] = view
                 shared.add((name, view.pointer))
-    check_no_overlap({**views, **written}, [*outputs, *written])
+    check_no_overlap({**views, **read, **written}, [*outputs, *written])
 
 
 # Chain kind of each buffer that was written, by its address; gone with the array that it was written through.
@@ -472,9 +483,11 @@ def remember_chain(buffers: Sequence[CanaryBufferView], chain: Chain) -> None:
     for buffer in buffers:
         key = _chain_key(buffer.canary_buf)
         if key not in _chains:
-            _chains[key] = chain
-            _chains_generation = next(_chains_changes)
-            weakref.finalize(buffer.canary_buf.owner, _forget, key)
+            # An owner without weak references cannot tell when it is gone: then nothing is remembered.
+            with contextlib.suppress(TypeError):
+                weakref.finalize(buffer.canary_buf.owner, _forget, key)
+                _chains[key] = chain
+                _chains_generation = next(_chains_changes)
 
 
 def forget_chain(canary_buf: Any) -> None:

@@ -42,6 +42,14 @@ _ENTRIES = (
         prevention="Keep the canary's inputs unsharded; each device checks its own pages.",
     ),
     CatalogueEntry(
+        slug="kv-canary-must-have-memory",
+        message="{name} must have memory, got a {got} with elements at address 0",
+        trigger="An array has elements, but its library gives no memory for them.",
+        cause="A tensor whose storage was freed (sharded training does so), or a fake tensor of a tracing compiler.",
+        fix="call on tensors that are materialised, outside of tracing",
+        prevention="Let the engine own the canary's arrays.",
+    ),
+    CatalogueEntry(
         slug="kv-canary-must-be-contiguous",
         message="{name} must be contiguous",
         trigger="The array's elements do not lie one after another in C order.",
@@ -300,6 +308,14 @@ _ENTRIES = (
         cause="A canary buffer passed without its context.",
         fix="build a VerifyOrWriteContext around the buffer",
         prevention="Build the contexts once, when the pool is allocated.",
+    ),
+    CatalogueEntry(
+        slug="kv-canary-must-be-real-kv-sources",
+        message="{name} must be a tuple of RealKvSource, got {got}",
+        trigger="Something else was passed as the real-KV sources of a context.",
+        cause="A bare KV tensor, or one source without a tuple around it.",
+        fix="wrap each KV tensor: (RealKvSource(tensor=..., page_size=..., num_bytes_per_token=..., read_bytes=...),)",
+        prevention="Build the sources once, when the pool is allocated.",
     ),
     CatalogueEntry(
         slug="kv-canary-must-be-1-to-12-contexts",

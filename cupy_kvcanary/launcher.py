@@ -54,7 +54,7 @@ class Launcher(Generic[P]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Check the arguments and launch; see the function's own documentation."""
-        form = _form_of(kwargs)
+        form = None if args else _form_of(kwargs)
         template = self._templates.get(form.key) if form is not None else None
         if template is not None and form is not None and template.launch(form):
             return
@@ -180,7 +180,10 @@ class _Template:
     def of(cls, form: _Form, call: Call, launches: PreparedLaunches) -> _Template | None:
         """None where it cannot be said which address in the launches is whose, or streams need ordering."""
         given = [pointer for pointer in form.pointers if pointer]
-        if len(set(given)) != len(given) or (launches.streams.are_several and form.stream is None):
+        viewed = [view.pointer for view in call.views]
+        if any(viewed.count(pointer) != 1 for pointer in given):
+            return None
+        if launches.streams.are_several and form.stream is None:
             return None
         places = []
         for index, launch in enumerate(launches.launches):
@@ -213,7 +216,7 @@ class _Template:
         """Whether outputs are apart from everything else, at addresses that their elements may have."""
         spans = list(self._fixed)
         for pointer, (low, high, is_output, itemsize) in zip(pointers, self._extents, strict=True):
-            if pointer % itemsize:
+            if pointer % itemsize or (not pointer and low < high):  # misaligned, or an array whose memory is gone
                 return False
             spans.append((pointer + low, pointer + high, is_output))
         spans.sort()

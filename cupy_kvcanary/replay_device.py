@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from .catalogue import error
-from .compile import import_cupy
+from .compile import usable_cupy
 from .errors import KvCanaryRuntimeError
 from .plan_check import PlanOutputs
 
@@ -53,22 +53,11 @@ def make_device(name: str, engine: EngineModel, bs_block_size: int) -> ReplayDev
     if name not in ("auto", "cuda"):
         raise error("kv-canary-device-must-be-known", name="device", got=repr(name))
     try:
-        return CudaDevice(engine, bs_block_size, _usable_cupy())
+        return CudaDevice(engine, bs_block_size, usable_cupy())
     except KvCanaryRuntimeError:
         if name == "cuda":
             raise
         return CpuDevice(engine, bs_block_size)
-
-
-def _usable_cupy() -> ModuleType:
-    cupy = import_cupy()
-    try:
-        if cupy.cuda.runtime.getDeviceCount() > 0:
-            return cupy
-        reason = "no device"
-    except cupy.cuda.runtime.CUDARuntimeError as failure:
-        reason = str(failure)
-    raise error("kv-canary-gpu-must-be-usable", name="device", got=reason)
 
 
 def _outputs_in(block: Any, capacity: int, bs_block_size: int) -> PlanOutputs:

@@ -39,11 +39,10 @@ from ..launch import Call, Launch, Operation, ceil_div
 from ..launcher import Launcher
 from ..page_tables import index_array_args
 from ..reference.write import write as reference
+from ..types import WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from ..types import WritePlan
 
 WRITE_ARGS = np.dtype(
     [
@@ -140,6 +139,8 @@ def launch_canary_write_kernel(
 
     """
     buffers = view_buffers(context)
+    if not isinstance(plan, WritePlan):
+        raise error("kv-canary-must-be-a-plan", name="plan", expected="WritePlan", got=type(plan).__name__)
     is_asserted = check_bool("enable_write_input_assert", enable_write_input_assert)
     expected = {"expected_input_tokens": expected_input_tokens, "expected_input_positions": expected_input_positions}
     if is_asserted and any(array is None for array in expected.values()):

@@ -231,6 +231,11 @@ class TestCommand:
         assert main(["bench", "nothing", "--device", "cpu"]) == 2
         assert "NAME must be one of host, move" in capsys.readouterr().err
 
+    def test_cuda_without_a_gpu(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setitem(sys.modules, "cupy", None)
+        assert main(["bench", "scatter", "--device", "cuda"]) == 2
+        assert "cupy must be installed to run on CUDA arrays" in capsys.readouterr().err
+
     def test_a_target_that_is_no_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "file").touch()
         assert main(["bench", "scatter", "--device", "cpu", "--json", str(tmp_path / "file")]) == 2

@@ -49,13 +49,12 @@ class HostBackend(NumpyBackend):
     def __init__(self, kernels: HostKernels) -> None:
         self.kernels = kernels
 
-    def run(self, operation: Operation, arguments: Mapping[str, Any], stream: Any) -> None:
-        self.kernels.run(operation.launches(**arguments), host_arrays(operation, arguments))
-
     def bind(self, calls: Sequence[Call]) -> Callable[[], None]:
+        super().bind(calls)  # for its checks
+
         def run() -> None:
-            for call in calls:
-                self.run(*call)
+            for operation, arguments, _ in calls:
+                self.kernels.run(operation.launches(**arguments), host_arrays(operation, arguments))
 
         return run
 

@@ -72,6 +72,7 @@ PLAN_ERROR_CALLS: dict[str, Callable[[], object]] = {
     "kv-canary-must-have-rows": lambda: source(tensor=aligned_bytes(1024)),
     "kv-canary-row-must-hold-a-page": lambda: source(tensor=aligned_bytes(8, 112)),
     "kv-canary-source-must-cover-the-slots": lambda: context(real_kv_sources=(source(page_size=2),)),
+    "kv-canary-must-be-real-kv-sources": lambda: context(real_kv_sources=source()),
     "kv-canary-at-most-4-real-kv-sources": lambda: context(real_kv_sources=(source(),) * 5),
     "kv-canary-real-kv-hash-mode-must-be-known": lambda: context(real_kv_hash_mode=3),
     "kv-canary-must-be-a-context": lambda: view_buffers([aligned_bytes(32, 32)]),  # type: ignore[list-item]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from cupy_kvcanary import replay_device
+from cupy_kvcanary import compile as kernels
 from cupy_kvcanary.engine_model import EngineConfig, EngineModel
 from cupy_kvcanary.replay import ReplayOptions, replay
 from cupy_kvcanary.replay_command import add_replay_parser, run_replay
@@ -63,7 +63,7 @@ def _no_gpu() -> Iterator[None]:
 
     runtime = SimpleNamespace(getDeviceCount=get_device_count, CUDARuntimeError=CUDARuntimeError)
     cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
-    with mock.patch.object(replay_device, "import_cupy", return_value=cupy):
+    with mock.patch.object(kernels, "import_cupy", return_value=cupy):
         yield
 
 

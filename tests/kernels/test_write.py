@@ -542,6 +542,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("enable_write_input_assert must be a bool, got 1", {"enable_write_input_assert": 1}),
     ("context must be a VerifyOrWriteContext or a sequence of them, got ndarray", {"context": [N3]}),
     ("context must be 1 to 12 contexts, got 0", {"context": []}),
+    ("plan must be a WritePlan of this package, got NoneType", {"plan": None}),
     ("input_ids must have dtype int32 or int64, got int16", {"input_ids": np.zeros(3, np.int16)}),
     ("out_cache_loc must have dtype int32 or int64, got uint64", {"out_cache_loc": np.zeros(3, np.uint64)}),
     ("positions length must be 3, got 4", {"positions": np.zeros(4, np.int64)}),
@@ -649,4 +650,21 @@ def test_a_buffer_takes_one_kind_of_chain_until_it_is_cleared() -> None:
     np.testing.assert_array_equal(context.canary_buf, before)
     context.canary_buf[...] = 0
     forget_chain(context.canary_buf)
+    launch_canary_write_kernel(**arguments, chain="affine")
+
+
+def test_a_buffer_whose_array_takes_no_weak_reference_is_written_all_the_same() -> None:
+    """That it is gone could not be told: its chain is not remembered."""
+
+    class Slotted:
+        __slots__ = ("__dlpack__", "__dlpack_device__")
+
+    arguments = valid_arguments()
+    context = arguments["context"]
+    memory = context.canary_buf
+    bare = Slotted()
+    bare.__dlpack__, bare.__dlpack_device__ = memory.__dlpack__, memory.__dlpack_device__
+    arguments["context"] = replace(context, canary_buf=bare)
+    launch_canary_write_kernel(**arguments)
+    assert memory.any()
     launch_canary_write_kernel(**arguments, chain="affine")

@@ -253,7 +253,7 @@ def test_the_mirror_on_a_device_stays_equal_to_the_engine(monkeypatch: pytest.Mo
         asarray=lambda values: np.array(values),
         cuda=SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream),
     )
-    monkeypatch.setattr("cupy_kvcanary.replay_device.import_cupy", lambda: cupy)
+    monkeypatch.setattr("cupy_kvcanary.compile.import_cupy", lambda: cupy)
 
     def launch(**arguments: Any) -> None:
         arrays = {name: np.asarray(value) for name, value in arguments.items() if isinstance(value, DeviceArray)}

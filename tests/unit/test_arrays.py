@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,28 @@ def test_the_read_only_flag_is_honoured(flags: int, is_read_only: bool) -> None:
 def test_a_later_major_version_is_refused() -> None:
     with pytest.raises(KvCanaryError, match=r"a must be exported by its library through DLPack, got DLPack 2\.1"):
         view_array("a", Producer(4096, (3,), version=(2, 1)))
+
+
+def test_a_capsule_that_was_consumed_is_refused() -> None:
+    class HandsOutAgain(Producer):
+        def __dlpack__(self, **options: Any) -> Any:
+            capsule = super().__dlpack__(**options)
+            rename = ctypes.pythonapi.PyCapsule_SetName
+            rename.argtypes = (ctypes.py_object, ctypes.c_char_p)
+            rename(capsule, b"used_dltensor_versioned")
+            return capsule
+
+    with pytest.raises(KvCanaryError, match="a must be exported by its library through DLPack, got no unused DLPack"):
+        view_array("a", HandsOutAgain(4096, (3,)))
+
+
+@pytest.mark.parametrize(
+    "array", [Producer(0, (3,)), CudaExporter(shape=(3,), data=(0, False))], ids=["DLPack", "CUDA array interface"]
+)
+def test_elements_without_memory_are_refused(array: Any) -> None:
+    """A tensor whose storage was freed."""
+    with pytest.raises(KvCanaryError, match=r"a must have memory, got a .* with elements at address 0"):
+        view_array("a", array)
 
 
 def test_misaligned_elements_are_refused(memory: np.ndarray[Any, Any]) -> None:

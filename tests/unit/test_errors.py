@@ -24,6 +24,7 @@ from cupy_kvcanary.catalogue import CATALOGUE, as_markdown, find_entry
 from cupy_kvcanary.checks import check_bool, check_one_device
 from cupy_kvcanary.compile import import_cupy, kernel_handle
 from cupy_kvcanary.launch import BACKENDS, Launch, PreparedLaunch, check_warmed_up
+from tests.helpers import dlpack
 from tests.helpers.canary_errors import CANARY_ERROR_CALLS
 from tests.helpers.health_errors import HEALTH_ERROR_CALLS
 from tests.helpers.plan_errors import PLAN_ERROR_CALLS
@@ -304,6 +305,7 @@ OTHER_CALLS: dict[str, Callable[[], object]] = {
     "kv-canary-kernel-must-compile": raises_on_compile,
     "kv-canary-kernel-must-launch": raises_on_launch,
     "kv-canary-must-be-a-bool": lambda: check_bool("check_holes", 1),
+    "kv-canary-must-have-memory": lambda: view_array("prefix_lens", dlpack.Producer(0, (3,))),
     "kv-canary-must-be-exported": lambda: view_array("prefix_lens", Unexportable()),
     "kv-canary-like-must-be-known": lambda: plan_offsets([2], [1], [1], TABLE, like="tensorflow"),
     "kv-canary-like-must-fit-the-device": lambda: plan_offsets([2], [1], [1], TABLE, like="cupy"),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_kvcanary import KvCanaryError, KvCanaryRuntimeError, bind_all, launch, launch_plan_offsets_kernel
+from cupy_kvcanary import KvCanaryError, KvCanaryRuntimeError, PageList, bind_all, launch, launch_plan_offsets_kernel
 from cupy_kvcanary.launcher import Launcher
 from cupy_kvcanary.ops.plan_offsets import PLAN_OFFSETS_ARGS
 from tests.helpers.plan_offsets import make_arguments
@@ -25,10 +25,10 @@ class Ndarray:
 
     __cuda_array_interface__: Any = None  # that there is one is enough
 
-    def __init__(self, array: np.ndarray[Any, Any], misaligned_by: int = 0) -> None:
+    def __init__(self, array: np.ndarray[Any, Any], misaligned_by: int = 0, is_freed: bool = False) -> None:
         self.array = array
         self.dtype, self.shape, self.strides = array.dtype, array.shape, array.strides
-        self.data = SimpleNamespace(ptr=array.ctypes.data + misaligned_by, device_id=0)
+        self.data = SimpleNamespace(ptr=0 if is_freed else array.ctypes.data + misaligned_by, device_id=0)
 
 
 class Driver:
@@ -112,9 +112,9 @@ class Counted:
         self.checks = 0
         self.launcher = Launcher(self._check)
 
-    def _check(self, **arguments: Any) -> Any:
+    def _check(self, *args: Any, **arguments: Any) -> Any:
         self.checks += 1
-        return launch_plan_offsets_kernel._check(**arguments)
+        return launch_plan_offsets_kernel._check(*args, **arguments)
 
     def __call__(self, **arguments: Any) -> None:
         self.launcher(**arguments)
@@ -192,6 +192,10 @@ MEMORY = np.zeros(4, np.int32)
             "prefix_lens must start at a multiple of 8 bytes",
             {"prefix_lens": Ndarray(np.zeros(2, np.int64), misaligned_by=4)},
         ),
+        (
+            "prefix_lens must have memory, got a Ndarray with elements at address 0",
+            {"prefix_lens": Ndarray(np.zeros(2, np.int64), is_freed=True)},
+        ),
         ("swa_window_size must be an int, got False", {"swa_window_size": False}),
         ("out_write_offsets must be contiguous", {"out_write_offsets": Ndarray(np.zeros(6, np.int64)[::2])}),
     ],
@@ -213,6 +217,30 @@ def test_one_array_for_two_inputs_is_checked_each_time(driver: Driver) -> None:
         plan(**arguments)
         assert_launched(driver, arguments)
     assert plan.checks == 2
+
+
+def test_an_array_that_also_lies_in_a_page_table_is_checked_each_time(driver: Driver) -> None:
+    """Another array's address would go into the page table too."""
+    plan, indptr = Counted(), np.array([0, 5, 8])
+    pages = PageList(
+        indptr=Ndarray(indptr),
+        indices=Ndarray(np.arange(8)),
+        last_page_len=Ndarray(np.ones(2, np.int64)),
+        page_size=1,
+    )
+    for lengths in (indptr[:2], indptr[:2].copy()):
+        plan(**on_device(req_to_token=pages, prefix_lens=lengths))
+        assert driver.launched[-1]["prefix_lens"] == lengths.ctypes.data
+        assert driver.launched[-1]["page_table"]["page_indptr"] == indptr.ctypes.data
+    assert plan.checks == 2
+
+
+def test_an_argument_by_position_is_not_passed_over(driver: Driver) -> None:
+    plan = Counted()
+    plan(**on_device())
+    with pytest.raises(TypeError, match="positional argument"):
+        plan.launcher(TABLE, **on_device())
+    assert len(driver.launched) == 1
 
 
 def test_a_bound_launch_is_a_graph_of_what_was_bound(driver: Driver) -> None:

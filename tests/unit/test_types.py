@@ -278,6 +278,10 @@ CONTEXT_ERRORS: list[tuple[str, dict[str, Any]]] = [
     ("real_kv_hash_mode must be 0 (NONE), 1 (PARTIAL) or 2 (ALL), got 3", {"real_kv_hash_mode": 3}),
     ("real_kv_hash_mode must be an int, got True", {"real_kv_hash_mode": True}),
     ("kernel_kind must be an int, got None", {"kernel_kind": None}),
+    ("kernel_kind must be non-negative, got -1", {"kernel_kind": -1}),
+    ("kernel_kind must be at most 9223372036854775807, got 9223372036854775808", {"kernel_kind": 2**63}),
+    ("real_kv_sources must be a tuple of RealKvSource, got RealKvSource", {"real_kv_sources": source()}),
+    ("real_kv_sources must be a tuple of RealKvSource, got list", {"real_kv_sources": [aligned_bytes(8, 128)]}),
     (
         "real_kv_sources[1] must cover the 32 slots of canary_buf, got 16",
         {"real_kv_sources": (source(), source(page_size=2))},

@@ -11,6 +11,8 @@ import pytest
 from cupy_kvcanary import (
     BlockTable,
     KvCanaryError,
+    RealKvHashMode,
+    RealKvSource,
     VerifyOrWriteContext,
     VerifyPlan,
     WritePlan,
@@ -20,6 +22,7 @@ from cupy_kvcanary import (
 )
 from cupy_kvcanary.buffers import remember_chain
 from tests.helpers.launching import arrays_of
+from tests.helpers.plan_errors import aligned_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,7 +101,15 @@ def assert_refused(launcher: Callable[..., None], arguments: dict[str, Any], mes
 
 
 MEMORY = np.zeros(64, np.int64)
+KV = aligned_bytes(8, 32)
 ON_CUDA = context(ClaimsCuda)
+
+
+def reading(tensor: np.ndarray[Any, Any]) -> VerifyOrWriteContext:
+    """A valid context whose real KV is this tensor."""
+    source = RealKvSource(tensor=tensor, page_size=1, num_bytes_per_token=32, read_bytes=32)
+    return dataclasses.replace(context(), real_kv_sources=(source,), real_kv_hash_mode=RealKvHashMode.ALL)
+
 
 # (first line after "kv-canary: ", changed arguments), of either launcher
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -125,6 +136,19 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
             "context": [
                 context(violation_ring=MEMORY[:32].reshape(4, 8)),
                 context(violation_ring=MEMORY[8:40].reshape(4, 8)),
+            ]
+        },
+    ),
+    (
+        "canary_buf must not overlap real_kv_sources[0] of context 1, got shared memory",
+        {"context": [context(canary_buf=KV), reading(KV)]},
+    ),
+    (
+        "violation_write_index must not overlap enable_chain_position_assert of context 1, got shared memory",
+        {
+            "context": [
+                context(violation_write_index=INT32),
+                dataclasses.replace(context(), enable_chain_position_assert=INT32),
             ]
         },
     ),
